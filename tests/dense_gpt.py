@@ -5,6 +5,7 @@ Imports nothing of the package: formulas are written out, and attention computes
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,14 +65,19 @@ def dense_logits(
         gain = w[f"{name}.weight"] + (1.0 if config.apply_layernorm_1p else 0.0)
         return rms(x) * gain + w.get(f"{name}.bias", 0.0)
 
-    def rotate(x: Tensor) -> Tensor:
-        """[B, S, D], its first part as complex numbers (first half + i second half)."""
-        half = int(size * config.rotary_percent) // 2
-        rates = config.rotary_base ** (-torch.arange(half).double() / half)
-        angles = positions_BS.double().unsqueeze(-1) * rates
-        turn = torch.polar(torch.ones_like(angles), angles)
-        turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
-        return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
+    def rotate(x: Tensor, layer: int) -> Tensor:
+        """[B, S, D], its first part as complex numbers: of both halves, or of neighbors."""
+        rates, factor = rope_rates(config, layer)
+        count = 2 * len(rates)
+        angles = positions_BS.double().unsqueeze(-1) * torch.tensor(rates, dtype=torch.double)
+        turn = torch.polar(torch.full_like(angles, factor), angles)
+        if config.rotary_interleaved:
+            turned = torch.complex(x[..., 0:count:2], x[..., 1:count:2]) * turn
+            rotated = torch.view_as_real(turned).flatten(-2)
+        else:
+            turned = torch.complex(x[..., : count // 2], x[..., count // 2 : count]) * turn
+            rotated = torch.cat([turned.real, turned.imag], dim=-1)
+        return torch.cat([rotated, x[..., count:]], dim=-1)
 
     def attention(x: Tensor, name: str) -> Tensor:
         number = int(name.split(".")[1]) + 1
@@ -92,8 +98,9 @@ def dense_logits(
                 one_q, one_k = rms(one_q), rms(one_k)
             if config.qk_layernorm and not is_one_norm:
                 one_q, one_k = norm(one_q, f"{name}.q_norm"), norm(one_k, f"{name}.k_norm")
-            if config.position_embedding_type == "rope":
-                one_q, one_k = rotate(one_q), rotate(one_k)
+            has_rope = config.position_embedding_type in ("rope", "yarn")
+            if has_rope and not is_chosen(config.no_rope_freq, number):
+                one_q, one_k = rotate(one_q, number - 1), rotate(one_k, number - 1)
             scores = one_q @ one_k.transpose(1, 2) * (config.softmax_scale or 1 / math.sqrt(size))
             if (cap := config.attn_logit_softcapping) is not None:
                 scores = cap * torch.tanh(scores / cap)
@@ -167,6 +174,51 @@ def gated(x: Tensor, config: Any) -> Tensor:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return activate(gate, config) * (up + config.glu_linear_offset)
+
+
+def is_chosen(pattern: str, number: int) -> bool:
+    """Whether a pattern, N or a list of 0 and 1, has a layer, counted from 1."""
+    if pattern.isdecimal():
+        return pattern != "0" and number % int(pattern) == 0
+    return bool(json.loads(pattern)[number - 1])
+
+
+def rope_rates(config: Any, layer: int) -> tuple[list[float], float]:
+    """Angle per position of each pair of a layer's dimensions, and the factor of both."""
+    size = config.kv_channels or config.hidden_size // config.num_attention_heads
+    half, scaled = int(size * config.rotary_percent) // 2, []
+    base = (*config.rotary_base_per_layer, *[config.rotary_base] * config.num_layers)[layer]
+    if not is_chosen(config.rope_scaling_layers, layer + 1):
+        return [base ** (-pair / half) for pair in range(half)], 1.0
+    if config.rope_ntk_factor is not None:
+        ratio = max(1.0, config.seq_length / config.max_position_embeddings)
+        grown = config.rope_ntk_factor * ratio - (config.rope_ntk_factor - 1)
+        base *= grown ** (2 * half / (2 * half - 2))
+    is_yarn = config.position_embedding_type == "yarn"
+    factor = config.rotary_scaling_factor if is_yarn else config.rope_scaling_factor
+    first = last = 0.0
+    if is_yarn:
+
+        def pair_of(rotations: float) -> float:
+            wavelength = config.yarn_original_max_position_embeddings / rotations
+            return half * math.log(wavelength / (2 * math.pi), base)
+
+        first, last = pair_of(config.yarn_beta_fast), pair_of(config.yarn_beta_slow)
+        if config.yarn_correction_range_round_to_int:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+    for pair in range(half):
+        rate, slow = base ** (-pair / half), 1.0
+        rotations = 8192 * rate / (2 * math.pi)
+        if is_yarn:
+            slow = min(1.0, max(0.0, (pair - first) / (last - first)))
+        elif config.use_rope_scaling:
+            slow = 0.0 if rotations > 4 else 1.0 if rotations < 1 else (4 - rotations) / 3
+        else:
+            factor = config.rotary_seq_len_interpolation_factor
+        scaled.append((1 - slow) * rate + slow * rate / factor)
+    scales = [0.1 * each * math.log(factor) + 1 for each in (config.mscale, config.mscale_all_dim)]
+    return scaled, scales[0] / scales[1] if is_yarn else 1.0
 
 
 def activate(x: Tensor, config: Any) -> Tensor:

@@ -37,8 +37,8 @@ format_field = functools.partial(option_field, synonyms=FORMAT_SYNONYMS)
 SAVERS = {"core": "megatron", "mcore": "megatron", "legacy": "megatron", "llama2_hf": "hf"}
 """Formats in the words of Megatron-LM's script."""
 MODEL_TYPES = (
-    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmo2", "gemma"),
-    *("gpt_neox", "bloom", "falcon", "phi"),
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe"),
+    *("olmo2", "gemma", "gpt_neox", "bloom", "falcon", "phi"),
 )
 
 

@@ -21,7 +21,7 @@ from megatron_ds.checkpoint.metadata import (
     DataOrder,
     ParallelLayout,
 )
-from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, flag_of
+from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, ModelConfig, flag_of
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
@@ -39,6 +39,8 @@ CHANGEABLE_MOE_FIELDS = frozenset(TABLES["changeable_moe"])
 """Changeable fields of a mixture of experts."""
 CHANGEABLE_FIELDS = CHANGEABLE_MODEL_FIELDS.union(CHANGEABLE_MOE_FIELDS, TABLES["changeable_sizes"])
 """Fields of the model that do not change its weights, or only their padding."""
+ROPE_FIELDS = frozenset(TABLES["rope"])
+"""Fields of base and scaling of rotary positions, which change with --override-rope."""
 VOCABULARY, CHANGEABLE_BATCH_SIZES = TABLES["vocabulary"], TABLES["batch_sizes"]
 LR_FIELDS = TABLES["scheduler"]
 """Fields of the schedules of learning rate and weight decay, besides their lengths."""
@@ -65,11 +67,15 @@ def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
     run, settings = checkpoint.run, config.to_dict()
     layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
     path, fixed = checkpoint.path, CHANGEABLE_FIELDS.union(VOCABULARY)
-    problems = [
-        Problem("resume-model-changed", change.name, path=path, **change._asdict())
-        for change in _changed_fields(checkpoint, config, ("model", "moe"))
-        if change.name not in fixed
-    ]
+    problems = []
+    rope = rope_fields(config.model, saved_config(checkpoint).model)
+    for change in _changed_fields(checkpoint, config, ("model", "moe")):
+        if change.name not in rope | fixed:
+            texts = {"path": path, **change._asdict()}
+            problems.append(Problem("resume-model-changed", change.name, **texts))
+        elif change.name in rope and not config.checkpoint.override_rope:
+            texts = {"path": path, **change._asdict()}
+            problems.append(Problem("resume-rope-changed", change.name, "override_rope", **texts))
     before, after = (model.get("vocab_size") for model in (run.config["model"], settings["model"]))
     if all(problem.fields != ("max_position_embeddings",) for problem in problems):
         problems += _position_conflicts(checkpoint, config)
@@ -97,6 +103,14 @@ def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
         if change.name not in CHANGEABLE_BATCH_SIZES and (change.name != "split" or both_split)
     ]
     return problems
+
+
+def rope_fields(*models: ModelConfig) -> frozenset[str]:
+    """Fields that --override-rope changes from one model to another: none unless all have rope."""
+    if not all(model.is_rotary for model in models):
+        return frozenset()
+    lengths = {"seq_length"} if any(model.rope_ntk_factor for model in models) else set()
+    return ROPE_FIELDS | lengths
 
 
 def _position_conflicts(checkpoint: Checkpoint, config: Config) -> Iterator[Problem]:
@@ -171,7 +185,7 @@ def changed_settings(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
     changes = [
         change
         for change in _changed_fields(checkpoint, config, TABLES["reported_groups"])
-        if change.name not in UNREPORTED | (model - CHANGEABLE_FIELDS)
+        if change.name not in UNREPORTED | (model - CHANGEABLE_FIELDS - ROPE_FIELDS)
         and (GROUP_OF_FIELD.get(change.name) != "data" or change.name in TABLES["reported_data"])
     ]
     order = _changes(asdict(saved), asdict(now))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -249,6 +250,8 @@ def check_sizes(settings: ModelSettings, tensors: TensorReaders, path: Path) -> 
     problems = [*field_problems(model), *model.problems(1)]
     largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     limits = {**dict.fromkeys(SIZES, largest), "num_layers": len(tensors)}
+    if model.is_rotary:  # they have no table
+        limits["max_position_embeddings"] = sys.maxsize
     shown = [problem.render() for problem in problems] + [
         f"{name} {settings.fixed[name]} is larger than the tensors"
         for name, limit in limits.items()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ds.checkpoint.compatibility import rope_fields
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.megatron.detect import detect_megatron
@@ -97,21 +98,28 @@ def merge_model(
 ) -> tuple[Config, list[Problem]]:
     """Fills the options of the model that are not given; compares those that are."""
     problems = list[Problem]()
+    values = {**settings.defaults, **settings.fixed}
+    filled = {name: value for name, value in values.items() if name not in config.given}
+    rope = rope_fields(config.with_values(filled).model, settings.model)
+    kept = rope if config.checkpoint.override_rope else frozenset()
     origins = dict.fromkeys(settings.fixed.keys() - config.given - TOKENIZER_FIELDS, f"from {path}")
-    for name, value in {**settings.defaults, **settings.fixed}.items():
+    for name, value in values.items():
         current = field_value(config, name)
         if name in TOKENIZER_FIELDS:
             continue
         if name not in config.given:
             config = config.with_values({name: value})
-        elif name not in settings.fixed or current in (value, None):
+        elif name not in settings.fixed or current in (value, None) or name in kept:
             continue
         elif config.checkpoint.use_checkpoint_args:
             config = replace_given(config, {name: value}, path, warn, "use_checkpoint_args")
         else:
             flag, saved = as_flag(name, current), as_flag(name, value)
+            texts = {"given": flag, "path": path, "saved": saved}
+            differing = Problem("foreign-setting-differs", name, **texts)
+            is_rope = name in rope
             problems.append(
-                Problem("foreign-setting-differs", name, given=flag, path=path, saved=saved)
+                Problem("foreign-rope-differs", name, **texts) if is_rope else differing
             )
     return dataclasses.replace(config, origins={**config.origins, **origins}), problems
 
@@ -135,8 +143,12 @@ def conflicts(source: SourceCheckpoint, config: Config, vocab_size: int) -> Iter
             )
             return
         now = {**vars(config.model), **vars(config.moe)}
-        fixed = settings.fixed.items()
-        if all(now[name] in (value, None) for name, value in fixed if name not in TOKENIZER_FIELDS):
+        free = TOKENIZER_FIELDS
+        if config.checkpoint.override_rope:
+            free |= rope_fields(config.model, settings.model)
+        if all(
+            now[name] in (value, None) or name in free for name, value in settings.fixed.items()
+        ):
             _checked(source, config.with_vocab(vocab_size))  # others contradict it already
     except UserError as error:
         yield from error.problems

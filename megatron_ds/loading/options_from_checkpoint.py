@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds import schedules
-from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, LR_FIELDS, saved_config
+from megatron_ds.checkpoint.compatibility import (
+    CHANGEABLE_FIELDS,
+    LR_FIELDS,
+    ROPE_FIELDS,
+    saved_config,
+)
 from megatron_ds.checkpoint.metadata import TOKENIZER, Checkpoint
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.fields import no_effect_problem
@@ -150,7 +155,9 @@ def _with_model(config: Config, checkpoint: Checkpoint, warn: Warn) -> Config:
     Given options are kept, and compared with the checkpoint's when it is checked; with
     --use-checkpoint-args only those that a run may change.
     """
-    kept = CHANGEABLE_FIELDS if config.checkpoint.use_checkpoint_args else GROUP_OF_FIELD.keys()
+    kept = CHANGEABLE_FIELDS | (ROPE_FIELDS if config.checkpoint.override_rope else frozenset())
+    if not config.checkpoint.use_checkpoint_args:
+        kept = frozenset(GROUP_OF_FIELD)
     values = {
         name: tuple(value) if isinstance(value, list) else value
         for group in ("model", "moe")

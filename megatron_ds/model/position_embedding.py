@@ -8,8 +8,10 @@ Shapes: S queries, R rotated part of a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +21,18 @@ from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
 from megatron_ds.model.attention.cores import AttentionCore, UlyssesAttention
 from megatron_ds.model.attention.masks import MaskTables, alibi_slopes
 from megatron_ds.model.attention.packed import Keys
-from megatron_ds.model.attention.rule import AttentionRule, Rope
+from megatron_ds.model.attention.rule import AttentionRule, Llama3Scaling, Rope, YarnScaling
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.ulysses import local_slice
 
-Rotation = tuple[Tensor, Tensor]
-"""Rope's cosines and sines, fp32: each [S, 1, 1, R], or [S, B, 1, R] where positions restart."""
+
+class Rotation(NamedTuple):
+    """Cosines and sines, fp32: each [S, 1, 1, R], or [S, B, 1, R] where positions restart."""
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool = False
+    """The two dimensions of a pair are neighbors, not in the two halves."""
 
 
 @dataclass(frozen=True)
@@ -82,34 +90,62 @@ class PositionEncoder:
         start, end, positions_BS = keys.offset, keys.offset + keys.queries, keys.positions_BS
         table, local = self._rope_tables.get(rope), local_slice(keys.queries, self._sp)
         if table is None or table[0].device != keys.device or table[0].shape[0] < end:
-            table = rope_table(max(end, self._max_length), rope.size, rope.base, keys.device)
+            table = rope_table(max(end, self._max_length), rope, keys.device)
             self._rope_tables[rope] = table
-        cos, sin = table
+        cos, sin, is_interleaved = table
         if positions_BS is None:
-            return cos[start:end][local], sin[start:end][local]
-        positions_SB = positions_BS.t()
-        return cos[positions_SB].squeeze(2)[local], sin[positions_SB].squeeze(2)[local]
+            return Rotation(cos[start:end][local], sin[start:end][local], is_interleaved)
+        cos, sin = (part[positions_BS.t()].squeeze(2)[local] for part in (cos, sin))
+        return Rotation(cos, sin, is_interleaved)
 
 
-def rope_table(length: int, rotated: int, base: float, device: torch.device) -> Rotation:
-    """Cosines and sines of rotary positions (Su et al. 2021), each [length, 1, 1, rotated], fp32.
-
-    The halves of a head are paired, as in GPT-NeoX and Megatron: dimension i with i + rotated / 2.
-    """
+def rope_rates(rope: Rope, device: torch.device) -> Tensor:
+    """Angle per position of each pair of dimensions, [R / 2], fp32."""
     # Integers first: deepspeed.zero.Init makes floating-point constructors return bf16.
-    steps = torch.arange(0, rotated, 2, device=device).float() / rotated
+    steps = torch.arange(0, rope.size, 2, device=device).float() / rope.size
+    rates, scaling = rope.base**-steps, rope.scaling
+    if scaling is None:
+        return rates
+    kept: Tensor | float = 0.0
+    if isinstance(scaling, Llama3Scaling):
+        rotations = rates * (8192 / (2 * math.pi))
+        kept = ((rotations - 1) / (4 - 1)).clamp(0, 1)
+    elif isinstance(scaling, YarnScaling):
+        low, high = scaling.bounds(rope)
+        pairs = torch.arange(rope.size // 2, device=device).float()
+        kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return rates * kept + rates / scaling.factor * (1 - kept)
+
+
+def rope_table(length: int, rope: Rope, device: torch.device) -> Rotation:
+    """Cosines and sines of rotary positions (Su et al. 2021), each [length, 1, 1, R], fp32.
+
+    Dimension i is paired with i + R / 2, as in GPT-NeoX and Megatron, or its neighbor, as in GPT-J.
+    """
     positions = torch.arange(length, device=device).float()
-    angles = torch.outer(positions, base**-steps)
-    angles = torch.cat([angles, angles], dim=-1).view(length, 1, 1, rotated)
-    return angles.cos(), angles.sin()
+    angles = torch.outer(positions, rope_rates(rope, device))
+    if rope.is_interleaved:
+        angles = angles.repeat_interleave(2, dim=-1)
+    else:
+        angles = torch.cat([angles, angles], dim=-1)
+    angles = angles.view(length, 1, 1, rope.size)
+    cos, sin = angles.cos(), angles.sin()
+    if rope.scaling is not None:
+        cos, sin = cos * rope.scaling.amplitude, sin * rope.scaling.amplitude
+    return Rotation(cos, sin, rope.is_interleaved)
 
 
 def rotate(x_SBND: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the first R dimensions of each head by its position; computed in fp32."""
-    cos, sin = rotation
+    cos, sin, is_interleaved = rotation
     size = cos.shape[-1]
     part = x_SBND[..., :size].float()
-    first, second = part.chunk(2, dim=-1)
-    part = part * cos + torch.cat([-second, first], dim=-1) * sin
+    if is_interleaved:
+        first, second = part.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([-second, first], dim=-1).flatten(-2)
+    else:
+        first, second = part.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    part = part * cos + turned * sin
     part = part.to(x_SBND.dtype)
     return part if size == x_SBND.shape[-1] else torch.cat([part, x_SBND[..., size:]], dim=-1)

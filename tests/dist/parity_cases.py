@@ -51,12 +51,21 @@ SHAPE: dict[str, Any] = {
 SAMPLES = Samples(STEPS * SAMPLES_PER_STEP, SHAPE)
 MODELS: dict[str, dict[str, Any]] = {
     "learned": {"position_embedding_type": "learned_absolute"},
-    "rope": {"position_embedding_type": "rope", "rotary_percent": 0.5},
+    "rope": {
+        "position_embedding_type": "yarn",
+        "rotary_percent": 0.5,
+        "rotary_interleaved": True,
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 8,
+        "no_rope_freq": "2",
+    },
     "alibi": {"position_embedding_type": "alibi", "embed_layernorm": True},
     "window": {
         "position_embedding_type": "rope",
         "window_size": "3,0",
         "window_attn_skip_freq": "2",
+        "rotary_seq_len_interpolation_factor": 2.0,
+        "rope_scaling_layers": "2",
     },
     "gqa": {
         "position_embedding_type": "rope",

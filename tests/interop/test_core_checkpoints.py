@@ -87,6 +87,7 @@ def their_model(core: SimpleNamespace, ours: ModelConfig, dtype: torch.dtype) ->
         bias_activation_fusion=not ours.is_gated and ours.gelu_kind == "tanh",
         add_bias_linear=ours.add_bias_linear, normalization=ours.normalization,
         layernorm_epsilon=ours.norm_epsilon, hidden_dropout=0.0, attention_dropout=0.0,
+        rotary_interleaved=ours.rotary_interleaved, no_rope_freq=int(ours.no_rope_freq) or None,
         use_cpu_initialization=True, params_dtype=dtype, bf16=dtype == torch.bfloat16,
     )  # fmt: skip
     found = core.model(
@@ -95,6 +96,7 @@ def their_model(core: SimpleNamespace, ours: ModelConfig, dtype: torch.dtype) ->
         max_sequence_length=ours.seq_length,
         share_embeddings_and_output_weights=not ours.untie_embeddings_and_output_weights,
         position_embedding_type=ours.position_embedding_type, rotary_base=int(ours.rotary_base),
+        rope_scaling=ours.use_rope_scaling, rope_scaling_factor=ours.rope_scaling_factor,
     )  # fmt: skip
     return found.to(dtype).eval()
 

@@ -51,7 +51,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.model.block import Block
 from megatron_ds.model.kernels.elementwise import activate, add_dropout
 from megatron_ds.model.mlp import MLP
-from megatron_ds.model.position_embedding import AttentionContext, rope_table, rotate
+from megatron_ds.model.position_embedding import AttentionContext, Rotation, rope_table, rotate
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.fused_linear_cross_entropy import chunk_rows, fusible_softmax_, multiply
 from megatron_ds.parallel.mesh import Mesh
@@ -302,11 +302,13 @@ def lower_all(lowering: Lowering, blocks: dict[str, Block]) -> None:
         added = functools.partial(add_dropout, probability=0.1, group=block.group)
         lowering.run(f"{name}: dropout and addition", added, empty(*stream), empty(*stream))
         table: tuple[Tensor, ...] = ()
-        if config.position_embedding_type == "rope":
-            table = rope_table(S, config.head_dim, config.rotary_base, HOST)
+        if block.rule.rope is not None:
+            table = rope_table(S, block.rule.rope, HOST)[:2]
             heads = config.num_attention_heads + config.kv_heads
             x = empty(S, B, heads, config.head_dim)
-            lowering.run(f"{name}: rotation", lambda x, *table: rotate(x, table), x, *table)
+            lowering.run(
+                f"{name}: rotation", lambda x, *table: rotate(x, Rotation(*table)), x, *table
+            )
         weights = {key: empty(*each.shape) for key, each in block.named_parameters()}
 
         def layer(

@@ -86,10 +86,7 @@ def moe_config(checkpoint: Checkpoint) -> MoEConfig:
     Raises:
         UserError: If the checkpoint has a field unknown to this version.
     """
-    values = dict(checkpoint.run.config.get("moe", {}))
-    if "num_experts" in values:
-        values["num_experts"] = tuple(values["num_experts"])
-    return _from_dict(MoEConfig, values, checkpoint)
+    return _from_dict(MoEConfig, checkpoint.run.config.get("moe", {}), checkpoint)
 
 
 def tokenizer_config(checkpoint: Checkpoint) -> TokenizerConfig:
@@ -107,4 +104,5 @@ def _from_dict(cls: type[Settings], values: Mapping[str, Any], checkpoint: Check
     if unknown := ", ".join(sorted(values.keys() - known)):
         path, group = checkpoint.path / RUN, cls.__name__
         raise user_error("checkpoint-of-newer-version", path=path, group=group, unknown=unknown)
-    return cls(**values)
+    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return cls(**{**values, **tuples})

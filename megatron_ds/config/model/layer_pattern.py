@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from typing import Any
 
 MAX_LAYERS = 10_000
@@ -31,3 +32,29 @@ def layer_pattern(text: str) -> list[int]:
         raise ValueError
 
     return [*value(ast.parse(text.strip(), mode="eval").body)]
+
+
+def chosen_layers(pattern: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is one of a pattern: N for every N-th, counted from 1, and 0 for none, or
+    a list as of `layer_pattern` with 1 for these layers.
+
+    Raises:
+        ValueError: If it is neither, or has another number of layers.
+    """
+    if pattern.strip().isdecimal():
+        every = int(pattern) or num_layers + 1
+        return tuple(layer % every == 0 for layer in range(1, num_layers + 1))
+    try:
+        values = layer_pattern(pattern)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError from error
+    if len(values) != num_layers:
+        raise ValueError
+    return tuple(map(bool, values))
+
+
+def pattern_of(layers: Sequence[bool]) -> str:
+    """The shortest pattern of some layers, as of `chosen_layers`."""
+    every = layers.index(True) + 1 if True in layers else 0
+    is_regular = chosen_layers(str(every), len(layers)) == tuple(layers)
+    return str(every if is_regular else [int(is_chosen) for is_chosen in layers])

@@ -10,6 +10,7 @@ from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.model.attention import AttentionConfig
 from megatron_ds.config.model.feed_forward import FeedForwardConfig
+from megatron_ds.config.model.layer_pattern import pattern_of
 from megatron_ds.config.model.norm import NormConfig
 from megatron_ds.config.model.position import PositionConfig
 from megatron_ds.config.model.residual import ResidualConfig
@@ -54,7 +55,9 @@ class ModelConfig(
     @property
     def derived_values(self) -> dict[str, Any]:
         """The fields whose defaults follow from others, with the values that the model uses."""
-        has_table = self.position_embedding_type == "learned_absolute"
+        has_length = self.position_embedding_type == "learned_absolute" or (
+            self.rope_ntk_factor is not None and self.position_embedding_type == "rope"
+        )
         pattern = self.window_pattern
         return {
             "window_size": None if pattern is None else f"{(self.window or 0) - 1},0",
@@ -62,7 +65,8 @@ class ModelConfig(
             "ffn_hidden_size": self.mlp_hidden_size,
             "kv_channels": self.head_dim,
             "num_query_groups": self.kv_heads,
-            "max_position_embeddings": self.num_positions if has_table else None,
+            "max_position_embeddings": self.num_positions if has_length else None,
+            **{name: pattern_of(layers) for name, layers in self.rope_layers.items()},
             **({"gelu_approximation": self.gelu_kind} if self.has_gelu else {}),
         }
 

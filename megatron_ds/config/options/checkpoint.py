@@ -169,6 +169,11 @@ class CheckpointConfig:
         flag="override-opt_param-scheduler",
         aliases=("override-lr-scheduler",),
     )
+    override_rope: bool = _of_load(
+        False,
+        "continue with the base and the scaling of rotary positions of the command line, where "
+        "they differ from the checkpoint's, as for longer sequences",
+    )
     use_checkpoint_opt_param_scheduler: bool = _of_load(
         False,
         "schedule learning rate and weight decay as the run that saved the checkpoint, even over "

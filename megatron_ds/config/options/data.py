@@ -112,7 +112,7 @@ class DataConfig:
     reset_position_ids: bool = option_field(
         False,
         "reset position ids after each end-of-document token",
-        only_with=when(position_embedding_type=("learned_absolute", "rope")),
+        only_with=when(position_embedding_type=("learned_absolute", "rope", "yarn")),
     )
     reset_attention_mask: bool = option_field(
         False, "restrict attention to tokens of the same document"

@@ -19,8 +19,8 @@ from megatron_ds.conversion.huggingface.config_rows import (
     choice,
     ignored,
     number,
-    rope,
 )
+from megatron_ds.conversion.huggingface.rope_rows import FULL, ROPE_LAYERS, WINDOWED, rope
 
 TABLES = read_table(__file__)
 ACTIVATIONS: dict[str, dict[str, dict[str, Any]]] = TABLES.pop("activations")
@@ -67,9 +67,6 @@ def _read_window(config: ConfigValues, default: int | None = 4096) -> dict[str, 
     if window is not None and window < 1:
         config.lack("attention to no token", "sliding_window", window)
     return {} if window is None else {"window_size": f"{window - 1},0"}
-
-
-WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 def _read_windows(config: ConfigValues) -> dict[str, Any]:
@@ -119,6 +116,7 @@ def _experts(keys: str, default: int) -> Row:
 
 EMBEDDING_DROPOUT = Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
 SCALED_EMBEDDING = Row(_read_scale, lambda model: {})
+BIASES = Row(_read_biases, _write_biases)
 SPECIAL_ROWS = {
     "gpt2": (
         Row(
@@ -128,7 +126,7 @@ SPECIAL_ROWS = {
         EMBEDDING_DROPOUT,
     ),
     "phi": (EMBEDDING_DROPOUT,),
-    "llama": (Row(_read_biases, _write_biases), ignored(pretraining_tp=1)),
+    "llama": (BIASES, ignored(pretraining_tp=1)),
     "qwen2": (Row(_read_windows, _write_windows),),
     "qwen3": (Row(_read_windows, _write_windows),),
     "gemma": (SCALED_EMBEDDING,),
@@ -138,6 +136,7 @@ SPECIAL_ROWS = {
         _experts("num_local_experts num_experts", 8),
     ),
     "qwen3_moe": (_experts("num_experts num_local_experts", 128),),
+    "smollm3": (BIASES, ROPE_LAYERS),
 }
 """Rows by `model_type`, besides those of families.toml."""
 

@@ -55,6 +55,7 @@ from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TRANSPOSED_ROWS = 64
 """Rows that are transposed at once."""
+NTK = ("rope_ntk_factor", "max_position_embeddings")
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -317,10 +318,15 @@ def _remove_copy(tensors: dict[str, TensorReader], family: Family, path: Path) -
 
 
 def _canonical(settings: ModelSettings) -> ModelSettings:
-    """The settings with one of two spellings of the same activation function."""
-    if settings.fixed.get("activation") != "openai-gelu":
-        return settings
-    fixed = {**settings.fixed, "activation": "gelu", "gelu_approximation": "tanh"}
+    """The settings with one of several spellings of the same model."""
+    fixed, model = {**settings.fixed}, settings.model
+    if model.activation == "openai-gelu":
+        fixed |= {"activation": "gelu", "gelu_approximation": "tanh"}
+    bases = model.rotary_bases
+    if len(set(bases)) == 1 and (model.rotary_base_per_layer or bases[0] != model.rotary_base):
+        # A base that NTK scaling has raised needs no scaling.
+        fixed |= {"rotary_base": bases[0], "rotary_base_per_layer": ()}
+        fixed = {name: fixed[name] for name in fixed if name not in NTK}
     return dataclasses.replace(settings, fixed=fixed)
 
 

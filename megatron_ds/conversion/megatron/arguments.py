@@ -13,6 +13,9 @@ from typing import Any
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.data_files import read_table
+from megatron_ds.config.fields import in_effect
+from megatron_ds.config.model.layer_pattern import pattern_of
+from megatron_ds.config.model.position import ROTARY
 from megatron_ds.config.options.tokenizer import TOKENIZERS
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues, Fields, Row, ignored
@@ -88,27 +91,55 @@ def _read_positions(args: ConfigValues) -> Fields:
             args.lacking.append("learned positions together with rotary ones")
     elif position_type in (None, "learned_absolute"):
         position_type = "learned_absolute" if has_table else "none"
-    fields = {"position_embedding_type": position_type}
+    fields = {"position_embedding_type": position_type, "rope_scaling_layers": "1"}
     if position_type == "learned_absolute":
         return {**fields, **_value("max_position_embeddings").read(args)}
-    if position_type == "rope":
-        base = values.get("rotary_base") or values.get("rope_theta") or 10000.0
-        percent = values.get("rotary_percent") or 1.0
-        return {**fields, "rotary_percent": float(percent), "rotary_base": float(base)}
+    if position_type in ROTARY:
+        return {**fields, **_read_rope(values, position_type)}
     if position_type not in ("alibi", "none"):
         args.lacking.append(f"positions of the type {values['position_embedding_type']}")
     return fields
 
 
+def _read_rope(values: Mapping[str, Any], position_type: str) -> Fields:
+    skipped = values.get("no_rope_freq") or 0
+    if isinstance(skipped, list | tuple):
+        skipped = pattern_of([bool(is_skipped) for is_skipped in skipped])
+    fields: Fields = {
+        "rotary_base": float(values.get("rotary_base") or values.get("rope_theta") or 10000.0),
+        "rotary_base_per_layer": tuple(map(float, values.get("rotary_base_per_layer") or ())),
+        "no_rope_freq": str(skipped),
+    }
+    for names in TABLES[position_type]:
+        keys = names.split()
+        present = (value for key in reversed(keys) if (value := values.get(key)) is not None)
+        fields[keys[0]] = next(present, None)
+    return fields
+
+
+def _write_rope(model: ModelConfig) -> dict[str, Any]:
+    bases = [int(base) if base.is_integer() else base for base in model.rotary_bases]
+    skipped = list(map(int, model.rope_layers["no_rope_freq"]))
+    return {
+        **{
+            key: getattr(model, names.split()[0])
+            for names in TABLES[model.position_embedding_type]
+            for key in names.split()
+        },
+        "rotary_base": bases[0],
+        "rotary_base_per_layer": bases if len(set(bases)) > 1 else None,
+        "no_rope_freq": skipped if any(skipped) else None,
+    }
+
+
 def _write_positions(model: ModelConfig) -> dict[str, Any]:
     position_type = model.position_embedding_type
     return {
-        "position_embedding_type": "rope" if position_type == "rope" else "learned_absolute",
+        "position_embedding_type": position_type if model.is_rotary else "learned_absolute",
         "add_position_embedding": position_type == "learned_absolute",
         "use_rotary_position_embeddings": position_type == "rope",
         "max_position_embeddings": model.num_positions,
-        "rotary_percent": model.rotary_percent,
-        "rotary_base": int(model.rotary_base),
+        **(_write_rope(model) if model.is_rotary else {}),
     }
 
 
@@ -202,8 +233,9 @@ def model_arguments(model: ModelConfig) -> dict[str, Any]:
 def lacking_parts(model: ModelConfig) -> Iterator[str]:
     """Parts of our model that its arguments do not describe, since Megatron's models lack them."""
     read = {**vars(ModelConfig()), **model_settings(model_arguments(model), Path())}
+    values = {**vars(in_effect(model)), **model.derived_values}
     for name, part in TABLES["exported"].items():
-        if (value := getattr(model, name)) != read[name]:
+        if (value := values[name]) != read[name]:
             yield part.format(value)
 
 
@@ -315,6 +347,6 @@ def true_vocab_size(state: Mapping[str, Any], args: Mapping[str, Any]) -> int | 
 
 def notes(args: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Problem]:
     """Yields notes for the user about a checkpoint that can be loaded."""
-    rotary = settings.get("position_embedding_type") == "rope"
+    rotary = settings.get("position_embedding_type") in ROTARY
     if "ds_sequence_parallel_fpdt" in args and rotary and args.get("sequence_parallel") is False:
         yield Problem("megatron-deepspeed-wrong-rope")

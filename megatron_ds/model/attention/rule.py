@@ -3,9 +3,60 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from megatron_ds.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotations, for sequences longer than before: linear interpolation of the positions
+    (Chen et al. 2023)."""
+
+    factor: float
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """The scaling of Llama 3.1: of dimensions with fewer than 4 rotations in 8192 tokens, complete
+    for those with fewer than one."""
+
+
+@dataclass(frozen=True)
+class YarnScaling(RopeScaling):
+    """YaRN (Peng et al. 2023)."""
+
+    length: int
+    """Sequence length before."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_rounded: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @property
+    def amplitude(self) -> float:
+        log = math.log(self.factor)
+        return (0.1 * self.mscale * log + 1) / (0.1 * self.mscale_all_dim * log + 1)
+
+    def bounds(self, rope: Rope) -> tuple[float, float]:
+        """The pairs of dimensions up to which no rotation, and from which on each, is slower."""
+
+        def pair(rotations: float) -> float:
+            ratio = math.log(self.length / (rotations * 2 * math.pi)) / math.log(rope.base)
+            return rope.size / 2 * ratio
+
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.is_rounded:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.size - 1)
+        return low, high if high != low else low + 0.001
 
 
 @dataclass(frozen=True)
@@ -16,6 +67,9 @@ class Rope:
     """Base period."""
     size: int
     """Dimensions of each head that are rotated."""
+    is_interleaved: bool = False
+    """Neighboring dimensions are rotated, not those of the two halves."""
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +110,46 @@ PLAIN = AttentionRule()
 @functools.lru_cache(maxsize=64)
 def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
     """The rule of each layer."""
-    scheme, rotated = config.position_embedding_type, int(config.head_dim * config.rotary_percent)
-    rope = Rope(config.rotary_base, rotated) if scheme == "rope" else None
+    ropes = _ropes(config) if config.is_rotary else (None,) * config.num_layers
+    has_alibi = config.position_embedding_type == "alibi"
     scale, softcap = config.softmax_scale, config.attn_logit_softcapping
     others = scale, softcap, config.softmax_type != "vanilla"
     return tuple(
-        AttentionRule(rope, scheme == "alibi", window, *others) for window in config.windows
+        AttentionRule(rope, has_alibi, window, *others)
+        for rope, window in zip(ropes, config.windows, strict=True)
     )
+
+
+def _ropes(config: ModelConfig) -> tuple[Rope | None, ...]:
+    """The rotation of each layer."""
+    scaling = _scaling(config)
+    layers = zip(config.rotary_bases, *config.rope_layers.values(), strict=True)
+    return tuple(
+        None
+        if lacks_rope
+        else Rope(
+            base,
+            config.rotated_size,
+            config.rotary_interleaved,
+            scaling if is_scaled else None,
+        )
+        for base, lacks_rope, is_scaled in layers
+    )
+
+
+def _scaling(config: ModelConfig) -> RopeScaling | None:
+    if config.position_embedding_type == "yarn":
+        assert config.yarn_original_max_position_embeddings is not None
+        return YarnScaling(
+            config.rotary_scaling_factor,
+            config.yarn_original_max_position_embeddings,
+            config.yarn_beta_fast,
+            config.yarn_beta_slow,
+            config.yarn_correction_range_round_to_int,
+            config.mscale,
+            config.mscale_all_dim,
+        )
+    if config.use_rope_scaling:
+        return Llama3Scaling(config.rope_scaling_factor)
+    factor = config.rotary_seq_len_interpolation_factor
+    return None if factor == 1 else RopeScaling(factor)

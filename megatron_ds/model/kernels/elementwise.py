@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem
+from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.position_embedding import Rotation, rope_table, rotate
 from megatron_ds.parallel.fused_linear_cross_entropy import EAGER as EAGER_LOSS
 from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels, chunk_rows
@@ -150,9 +151,8 @@ def _results(
         (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
         return y.detach(), gradient
 
-    if config.position_embedding_type == "rope":
-        rotated = int(config.head_dim * config.rotary_percent)
-        table = rope_table(config.seq_length, rotated, config.rotary_base, device)
+    if rope := next((rule.rope for rule in attention_rules(config) if rule.rope), None):
+        table = rope_table(config.seq_length, rope, device)
         heads = (config.num_attention_heads + config.kv_heads) // group.size
         # A part of the fused projection, as in a layer.
         x = draw(heads + config.kv_heads // group.size, config.head_dim)

@@ -300,7 +300,7 @@ class AttentionSpec(Part):
             saved += run.tokens * heads * FP32 * is_copied
         # A fused kernel saves no scores. A CPU has none with dropout.
         is_fused = model.attention_dropout == 0 or not run.on_cpu
-        is_changed = bool(self.norms) or model.position_embedding_type == "rope"
+        is_changed = bool(self.norms) or self.rule.rope is not None
         if run.sp_size > 1 or (run.is_per_document and run.saves_core and is_fused):
             saved += size * q  # outputs before the exchange of heads, or of each document
             saved += size * (q + 2 * kv) if self.norms else 0  # inputs of the norms

@@ -28,10 +28,11 @@ from megatron_ds.config import (
 )
 from megatron_ds.config.problems import UserError
 from megatron_ds.parallel.mesh import Group, Mesh
-from tests.problems import raises_problem
+from tests.problems import codes, raises_problem
 from tests.unit.checkpoint.fakes import Managers, save
 
 ROPE = {"position_embedding_type": "rope"}
+YARN = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 2}
 MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
     "num_layers": (3, {}),
     "hidden_size": (16, {}),
@@ -44,6 +45,21 @@ MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
     "position_embedding_type": ("alibi", {}),
     "rotary_percent": (0.5, ROPE),
     "rotary_base": (500.0, ROPE),
+    "rotary_base_per_layer": ((500.0, 5000.0), ROPE),
+    "rotary_interleaved": (True, ROPE),
+    "no_rope_freq": ("2", ROPE),
+    "rotary_seq_len_interpolation_factor": (2.0, ROPE),
+    "use_rope_scaling": (True, ROPE),
+    "rope_scaling_factor": (4.0, {**ROPE, "use_rope_scaling": True}),
+    "rope_ntk_factor": (2.0, {**ROPE, "max_position_embeddings": 4}),
+    "rope_scaling_layers": ("2", {**ROPE, "use_rope_scaling": True}),
+    "rotary_scaling_factor": (2.0, YARN),
+    "yarn_original_max_position_embeddings": (3, YARN),
+    "yarn_beta_fast": (16.0, YARN),
+    "yarn_beta_slow": (2.0, YARN),
+    "yarn_correction_range_round_to_int": (False, YARN),
+    "mscale": (2.0, YARN),
+    "mscale_all_dim": (1.0, YARN),
     "window_size": ("3,0", {}),
     "qk_layernorm": (True, {}),
     "qk_layernorm_scope": ("all-heads", {"qk_layernorm": True}),
@@ -137,6 +153,44 @@ def test_another_model_is_rejected(field: str, manager: Managers, config: Config
     assert manager(model=model).select() is not None
     other = dataclasses.replace(model, **{field: value})
     assert field in rejected(manager(model=other))
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rotary_base": 500.0},
+    {"rotary_base_per_layer": (500.0, 5000.0)},
+    {"use_rope_scaling": True, "rotary_base": 500.0},
+    {**YARN, "rotary_scaling_factor": 2.0},
+    {"rope_ntk_factor": 2.0, "max_position_embeddings": 4},
+]
+
+
+@pytest.mark.parametrize("changes", ROPES)
+def test_another_rope_needs_a_flag(
+    changes: dict[str, Any], manager: Managers, config: Config, logged: list[str]
+) -> None:
+    model = dataclasses.replace(config.model, **ROPE)
+    save(manager(model=model), 1)
+    scaled = dataclasses.replace(model, **changes)
+    with pytest.raises(UserError) as raised:
+        manager(model=scaled).select()
+    assert set(codes(raised.value.problems)) == {"resume-rope-changed"}
+    assert rejected(manager(model=scaled)) <= {*changes, "override_rope"}
+    logged.clear()
+    assert manager(model=scaled, override_rope=True).select() is not None
+    assert len(logged) == len(raised.value.problems)
+    for other in ({"rotary_interleaved": True}, {"position_embedding_type": "alibi"}):
+        changed = dataclasses.replace(scaled, **other)
+        assert next(iter(other)) in rejected(manager(model=changed, override_rope=True))
+
+
+def test_another_length_changes_the_base_of_ntk_scaling(manager: Managers, config: Config) -> None:
+    ntk = {**ROPE, "rope_ntk_factor": 2.0, "max_position_embeddings": 4}
+    model = dataclasses.replace(config.model, **ntk)
+    save(manager(model=model), 1)
+    longer = dataclasses.replace(model, seq_length=8)
+    with raises_problem("resume-rope-changed", "seq_length", "override_rope", contains=" 8 "):
+        manager(model=longer).select()
+    assert manager(model=longer, override_rope=True).select() is not None
 
 
 @pytest.mark.parametrize("length", [3, 8])

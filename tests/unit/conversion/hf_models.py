@@ -34,6 +34,10 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positio
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
 NEOX = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64}
 HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN |= {"rope_theta": 500.0}
 SEQUENTIAL = {"parallel_attn": False, "max_position_embeddings": 64}
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -48,6 +52,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama-biases": lambda: transformers.LlamaConfig(
         **LLAMA, attention_bias=True, mlp_bias=True, head_dim=6, tie_word_embeddings=True
     ),
+    "llama3": lambda: transformers.LlamaConfig(**{**LLAMA, "rope_parameters": LLAMA3}),
+    "llama-linear": lambda: transformers.LlamaConfig(
+        **{**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}
+    ),
+    "llama-dynamic": lambda: transformers.LlamaConfig(
+        **{**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 2.0}}
+    ),
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
     "mistral-window": lambda: transformers.MistralConfig(**LLAMA, sliding_window=5),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
@@ -61,6 +72,16 @@ MODELS: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=6),
+    "qwen2-yarn": lambda: transformers.Qwen2Config(**{**LLAMA, "rope_parameters": YARN}),
+    "qwen3-yarn": lambda: transformers.Qwen3Config(
+        **{**LLAMA, "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False}}
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **{**LLAMA, "num_hidden_layers": 4}, pad_token_id=None
+    ),
+    "smollm3-pattern": lambda: transformers.SmolLM3Config(
+        **LLAMA, no_rope_layers=[0, 1], pad_token_id=None
+    ),
     "mixtral": lambda: transformers.MixtralConfig(
         **LLAMA, num_local_experts=4, sliding_window=5, router_aux_loss_coef=0.0
     ),

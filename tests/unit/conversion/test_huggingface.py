@@ -10,8 +10,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from megatron_ds.config import ModelConfig, TokenizerConfig
+from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.read_write import (
     GENERATION,
     PICKLED,
@@ -19,20 +21,25 @@ from megatron_ds.conversion.huggingface.read_write import (
     open_hf,
     write_hf,
 )
+from megatron_ds.conversion.huggingface.rope_rows import rope
 from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
 from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG, SETTINGS, is_hf
 from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.inference.load_checkpoint import load_model
+from megatron_ds.model.attention.rule import attention_rules
+from megatron_ds.model.position_embedding import rope_rates
 from megatron_ds.parallel.mesh import Mesh
 from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.conversion.hf_models import (
+    LLAMA3,
     MODELS,
     TOKENS,
     VOCAB,
+    YARN,
     load_strictly,
     logits_of,
     random_model,
@@ -298,14 +305,53 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
         assert fields[0] == fields[1], name
 
 
+GEMMA3 = {
+    **dict.fromkeys(("hidden_size", "head_dim", "intermediate_size"), 32),
+    "num_hidden_layers": 4,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": VOCAB,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 500.0, "rope_local_base_freq": 50.0},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ],
+)
+def test_layers_with_a_window_have_a_base_of_their_own(changes: dict[str, Any]) -> None:
+    """In keys of versions before 5 of transformers, and in those that version 5 writes."""
+    row = rope(theta=1e6, window_theta=("rope_local_base_freq", 1e4))
+    theirs = transformers.Gemma3TextConfig(**GEMMA3, **changes)
+    rotary = Gemma3RotaryEmbedding(theirs)
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 1, "seq_length": 8}
+    sizes |= {"window_size": "5,0", "window_attn_skip_freq": "2"}
+    for values in ({**GEMMA3, **changes}, theirs.to_dict()):
+        config = ConfigValues(Path(), values)
+        model = ModelConfig(**sizes, **row.read(config))
+        assert config.lacking == []
+        assert list(model.rope_problems()) == []
+        for kind, rule in zip(GEMMA3["layer_types"], attention_rules(model), strict=True):
+            expected = getattr(rotary, f"{kind}_inv_freq")
+            assert torch.allclose(rope_rates(rule.rope, torch.device("cpu")), expected, rtol=1e-6)
+        written = {**GEMMA3, **row.write(model)}
+        assert row.read(ConfigValues(Path(), written)) == row.read(config)
+
+
 @claim("conversion", "parts that the model lacks are named")
 @pytest.mark.parametrize(
     ("name", "change", "part"),
     [
         ("gpt-neox", {"attention_bias": False}, "attention_bias"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
-        ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear"}}, "linear"),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "linear"),
+        ("llama3", {"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor: 2.0"),
+        ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "longrope"}}, "longrope"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "longrope"),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, "full_attention"),
+        ("qwen2-yarn", {"rope_parameters": {**YARN, "attention_factor": 0.5}}, "attention_factor"),
         ("llama", {"transformers_weights": "other.safetensors"}, "transformers_weights"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "mish"}, "mish"),

@@ -17,16 +17,30 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
+from megatron_ds.config import ModelConfig
+from megatron_ds.conversion.megatron.arguments import (
+    lacking_parts,
+    model_arguments,
+    model_settings,
+)
 from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
+from megatron_ds.model.attention.rule import Rope, YarnScaling, attention_rules
 from tests.claims import claim
 from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.megatron_writer import MODULES_OF_MEGATRON, Layout, write_checkpoint
-from tests.unit.conversion.models import LLAMA, assert_same_tensors, logits, model, random_source
+from tests.unit.conversion.models import (
+    LLAMA,
+    SMALL,
+    assert_same_tensors,
+    logits,
+    model,
+    random_source,
+)
 
 STORED = ("mlm0190_gpt", "mlm08_mcore_rope_tp2", "mlm10_tp1", "mlm25_tp1", "ms_pipe_tp2")
 """Cases whose files are among the tests."""
@@ -389,10 +403,8 @@ def write(
         ("num_experts", [4]),
         ("num_experts", 8),
         ("multi_latent_attention", True),
-        ("rotary_interleaved", True),
         ("normalization", "L2Norm"),
-        ("position_embedding_type", "yarn"),
-        ("rotary_seq_len_interpolation_factor", 4),
+        ("position_embedding_type", "mrope"),
     ],
 )
 def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_path: Path) -> None:
@@ -400,6 +412,48 @@ def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_pat
     shown = value if isinstance(value, str) else argument
     with raises_problem("megatron-part-unsupported", contains=shown):
         open_megatron(folder).weights()
+
+
+YARN = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 4096}
+NTK = {"rope_ntk_factor": 2.0, "max_position_embeddings": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        (
+            {**ROPE, "rotary_interleaved": True, "no_rope_freq": "([0]*3+[1])"},
+            {"no_rope_freq": "4"},
+        ),
+        ({**ROPE, "use_rope_scaling": True, "rope_scaling_factor": 32.0}, {}),
+        ({**ROPE, "rotary_seq_len_interpolation_factor": 4.0, "rotary_base": 10000.5}, {}),
+        ({**ROPE, "rotary_base_per_layer": (5e6, 1e4, 1e4, 1e4)}, {"rotary_base": 5e6}),
+        ({**YARN, "yarn_correction_range_round_to_int": False, "mscale_all_dim": 0.5}, {}),
+        ({**ROPE, **NTK}, {"rotary_base": 10000.0 * 3 ** (8 / 6), **dict.fromkeys(NTK)}),
+    ],
+)
+def test_rotary_positions_are_written_and_read(
+    changes: dict[str, Any], read: dict[str, Any]
+) -> None:
+    config = model(**changes)
+    assert list(lacking_parts(config)) == []
+    fields = model_settings(model_arguments(config), Path())
+    found = ModelConfig(**{**SMALL, **fields})
+    expected = {**changes, **read}
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert attention_rules(found) == attention_rules(config)
+
+
+def test_yarn_of_a_model_that_its_program_configures_is_read() -> None:
+    arguments = {
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12,
+        "position_embedding_type": "yarn", "rotary_scaling_factor": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 0.0, "yarn_rotary_scaling_factor": 32.0, "yarn_mscale": None,
+        "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0,
+        "yarn_correction_range_round_to_int": False, "rotary_base": 150000,
+    }  # fmt: skip
+    (rule,) = attention_rules(ModelConfig(**model_settings(arguments, Path()), vocab_size=9))
+    assert rule.rope == Rope(150000.0, 8, scaling=YarnScaling(32.0, 4096, is_rounded=False))
 
 
 def test_arguments_that_are_off_are_no_parts(tmp_path: Path) -> None:

@@ -104,18 +104,22 @@ def test_transformers_gpt2_computes_the_same_of_an_export(tmp_path: Path) -> Non
     torch.testing.assert_close(logits(source, tokens), expected, atol=1e-4, rtol=1e-5)
 
 
+PARTLY = {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_layers": "2"}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         *({"position_embedding_type": "alibi"}, {"activation": "geglu"}, {"embed_layernorm": True}),
         *({"norm_position": "reordered"}, {"logits_multiplier": 0.5}),
+        PARTLY,
     ],
 )
 @pytest.mark.parametrize("write", [write_megatron, write_torch_dist])
 def test_parts_that_megatron_lacks_are_named(
     write: Any, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    (value,) = changes.values()
+    *_, value = changes.values()
     shown = "norm of the embedding" if value is True else str(value)
     with raises_problem("megatron-export-unsupported", contains=shown):
         write(random_source(model(**changes)), tmp_path / "out")

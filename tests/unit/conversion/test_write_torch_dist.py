@@ -43,7 +43,13 @@ from tests.unit.conversion.models import (
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": OTHER_LLAMA,
-    "groups, biases and a tied table": {"num_query_groups": 2, "position_embedding_type": "rope"},
+    "groups, biases and a tied table": {
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "rotary_interleaved": True,
+        "use_rope_scaling": True,
+        "no_rope_freq": "4",
+    },
 }
 
 

@@ -68,11 +68,35 @@ def test_given_options_are_kept_and_contradictions_name_both_values(folder: Path
     assert all(getattr(config.model, name) == value for name, value in kept.items())
 
     _, _, problems = make_plan(run_of(folder, num_layers=3, rotary_base=10000.0))
-    assert codes(problems) == ["foreign-setting-differs"] * 2
+    assert sorted(codes(problems)) == ["foreign-rope-differs", "foreign-setting-differs"]
     assert sorted(fields(problems)) == [("num_layers",), ("rotary_base",)]
     (base,) = [problem for problem in problems if "rotary_base" in problem.fields]
     assert "10000.0" in str(base)
     assert "500.0" in str(base)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rotary_base": 10000.0, "use_rope_scaling": True}, []),
+        ({"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 64}, []),
+        ({"rotary_interleaved": True}, ["foreign-setting-differs"]),
+        ({"position_embedding_type": "alibi"}, ["foreign-setting-differs"]),
+    ],
+)
+def test_the_rope_of_the_run_applies_if_the_run_says_so(
+    folder: Path, changes: dict[str, Any], expected: list[str]
+) -> None:
+    run = run_of(folder, **changes)
+    checkpoint = dataclasses.replace(run.checkpoint, override_rope=True)
+    config, loaded, problems = make_plan(dataclasses.replace(run, checkpoint=checkpoint))
+    assert codes(problems) == expected
+    assert all(getattr(config.model, name) == value for name, value in changes.items())
+    if not expected:
+        assert list(conflicts(loaded.imported, config, VOCAB)) == []
+        assert "attention.qkv" in str(
+            InitialLoad.of(loaded.imported, config.with_vocab(VOCAB)).shapes
+        )
 
 
 @pytest.mark.parametrize(

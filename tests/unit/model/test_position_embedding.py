@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.nn.attention import SDPBackend
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention.cores import SDPA, UlyssesAttention
 from megatron_ds.model.attention.masks import alibi_slopes, score_bias
 from megatron_ds.model.attention.packed import Keys
-from megatron_ds.model.attention.rule import attention_rules
-from megatron_ds.model.position_embedding import PositionEncoder, rope_table, rotate
+from megatron_ds.model.attention.rule import Rope, attention_rules
+from megatron_ds.model.position_embedding import PositionEncoder, rope_rates, rope_table, rotate
 from megatron_ds.parallel.mesh import Group, Mesh
+from tests.claims import claim
 from tests.observed import Observed
 from tests.unit.model.dense import TINY
 
@@ -51,10 +54,75 @@ def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
     assert torch.equal(torch.cat(shards), bias())
 
 
+YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 32.0}
+YARN |= {"yarn_original_max_position_embeddings": 4096}
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
+THEIR_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": (
+        {"rotary_seq_len_interpolation_factor": 4.0}, {"rope_type": "linear", "factor": 4.0}
+    ),
+    "llama3": ({"use_rope_scaling": True, "rope_scaling_factor": 16.0}, LLAMA3),
+    "ntk": (
+        {"rope_ntk_factor": 3.0, "max_position_embeddings": 64, "seq_length": 200},
+        {"rope_type": "dynamic", "factor": 3.0},
+    ),
+    "ntk in a short run": (
+        {"rope_ntk_factor": 3.0, "max_position_embeddings": 64, "seq_length": 50},
+        {"rope_type": "dynamic", "factor": 3.0},
+    ),
+    "yarn": (YARN, THEIR_YARN),
+    "yarn of gpt-oss": (
+        {**YARN, "yarn_correction_range_round_to_int": False}, {**THEIR_YARN, "truncate": False}
+    ),
+    "yarn of deepseek": (
+        {**YARN, **MSCALES, "yarn_beta_fast": 30.0, "yarn_beta_slow": 2.0},
+        {**THEIR_YARN, **MSCALES, "beta_fast": 30, "beta_slow": 2},
+    ),
+    "yarn of a short model": (
+        {**YARN, "yarn_original_max_position_embeddings": 8},
+        {**THEIR_YARN, "original_max_position_embeddings": 8},
+    ),
+}  # fmt: skip
+"""Our options, and transformers' parameters of rope."""
+
+
+@claim(
+    "parallel",
+    "the rates of rotary positions and the factor of what is rotated are transformers', for each "
+    "type of scaling",
+)
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rates_of_rope_are_those_of_transformers(name: str, base: float) -> None:
+    ours, theirs = SCALINGS[name]
+    sizes = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "seq_length": 64}
+    options = {**sizes, "position_embedding_type": "rope", "rotary_base": base, **ours}
+    config = ModelConfig(**options)
+    assert list(config.rope_problems()) == []
+    rope = attention_rules(config)[0].rope
+    assert rope is not None
+    their_config = transformers.LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={**theirs, "rope_theta": base},
+    )
+    compute = ROPE_INIT_FUNCTIONS[theirs["rope_type"]]
+    rates, amplitude = compute(their_config, CPU, seq_len=config.seq_length)
+    assert torch.allclose(rope_rates(rope, CPU), rates, rtol=1e-6, atol=0)
+    assert (rope.scaling.amplitude if rope.scaling else 1.0) == pytest.approx(amplitude, abs=1e-12)
+    table = rope_table(5, rope, CPU)
+    assert torch.allclose(table.cos[4, 0, 0, :32], (4 * rates).cos() * amplitude, atol=1e-6)
+    assert torch.allclose(table.sin[4, 0, 0, 32:], (4 * rates).sin() * amplitude, atol=1e-6)
+
+
 def test_rope_is_exact_in_bf16_runs() -> None:
     """bf16 cannot represent all positions beyond 256, so the table must not be bf16."""
     x = torch.randn(512, 1, 1, 8).bfloat16()
-    table = rope_table(512, 8, 10000.0, CPU)
+    table = rope_table(512, Rope(10000.0, 8), CPU)
     error = rotate(x, table).float() - rotate(x.float(), table)
     assert error.abs().max() < 2e-2
 

@@ -16,6 +16,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.config.model.feed_forward import ACTIVATIONS
 from megatron_ds.conversion.huggingface.read_write import open_hf
 from megatron_ds.inference.generation.kv_cache import PreallocatedCache
+from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from tests.claims import claim
 from tests.dense_gpt import dense_logits
@@ -95,6 +96,51 @@ def test_windows_are_those_of_a_dense_forward_pass(position: str, pattern: str |
             found[torch.arange(2), at[:, 0]] = values
     assert_equal(found[0], expected[0])
     assert_equal(found[1, :9], expected[1, :9])
+
+
+YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
+YARN |= {"yarn_original_max_position_embeddings": 40, "mscale": 3.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "neighbors": {"rotary_interleaved": True, "rotary_percent": 0.75, "no_rope_freq": "2"},
+    "yarn": {**YARN, "no_rope_freq": "[1, 0]", "rotary_base": 100.0},
+    "yarn of neighbors": {**YARN, "rotary_interleaved": True, "yarn_beta_fast": 2.0},
+    "base of each layer": {
+        "rotary_base_per_layer": (20.0, 300.0),
+        "rotary_seq_len_interpolation_factor": 3.0,
+        "rope_scaling_layers": "2",
+    },
+    "llama3": {"use_rope_scaling": True, "rope_scaling_layers": "[1, 0]", "rotary_base": 1e6},
+    "ntk": {"rope_ntk_factor": 2.0, "max_position_embeddings": 4},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_is_that_of_a_dense_forward_pass(name: str) -> None:
+    """Also after a cache, at positions beyond the sequence length, and where positions restart."""
+    model = build(**{"position_embedding_type": "rope", "num_query_groups": 2, **ROPES[name]})
+    weights = dict(model.named_parameters())
+    tokens = torch.cat([TOKENS, TOKENS.flip(0)], dim=1)
+    expected = dense_logits(model.config, weights, tokens)
+    plain = dataclasses.replace(model.config, position_embedding_type="none")
+    assert not torch.allclose(dense_logits(plain, weights, tokens), expected, rtol=0.01)
+    cache = PreallocatedCache(2, 2 * LENGTH, torch.empty(0))
+    with torch.no_grad():
+        found = [
+            model(tokens[:, start:end], cache=cache.view(0, [end - start] * 2))[..., :VOCAB]
+            for start, end in ((0, 5), (5, 15), (15, 16), (16, 2 * LENGTH))
+        ]
+    assert_equal(torch.cat(found, dim=1), expected)
+    packing = PackingOptions(eod=0, reset_positions=True, reset_attention=True)
+    packed = build_model(model.config, packing=packing).eval()
+    packed.load_state_dict(model.state_dict())
+    documents = torch.cat([torch.zeros(2, 5), torch.ones(2, LENGTH - 5)], dim=1)
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(2, -1)
+    tokens = TOKENS.clamp(min=1)
+    tokens[:, 4] = 0
+    where = {"documents_BS": documents, "positions_BS": positions}
+    with torch.no_grad():
+        found_packed = packed(tokens)[..., :VOCAB]
+    assert_equal(found_packed, dense_logits(model.config, weights, tokens, **where))
 
 
 @claim(
@@ -202,10 +248,12 @@ def test_default_gelu_depends_on_the_bias(bias: bool, kind: str | None) -> None:
 @claim(
     "parallel",
     "the model has the logits, the loss and the gradients of transformers' Llama, GPT-2, "
-    "GPT-NeoX, Pythia, BLOOM, OLMo 2, Gemma and Phi with the same weights, parameter by parameter",
+    "GPT-NeoX, Pythia, BLOOM, OLMo 2, Gemma, Phi and SmolLM3 with the same weights, "
+    "parameter by parameter",
 )
 @pytest.mark.parametrize(
-    "family", [*("mistral-window", "gpt2", "gpt-neox", "bloom", "pythia", "olmo2", "gemma")]
+    "family",
+    [*("mistral-window", "gpt2", "gpt-neox", "bloom", "pythia", "olmo2", "gemma", "smollm3")],
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     """The gradient of every parameter, to 1e-5 of its largest element."""

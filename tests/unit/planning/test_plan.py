@@ -283,7 +283,7 @@ def test_config_json_alone_answers_the_first_question(
 def test_parts_that_the_model_lacks_are_left_out_of_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scaling = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    scaling = {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}
     for changes in (scaling, {"model_type": "olmo", "head_dim": 128}):
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, **changes}))
         assert (
