@@ -486,6 +486,29 @@ def test_the_printed_command_and_the_tiny_run_have_the_settings_of_the_original(
         assert processes <= 16
 
 
+EXPERTS = (
+    "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 "
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --train-iters 9 "
+    "--lr 1e-3 --data-path x --tokenizer-type NullTokenizer --vocab-size 9 --num-experts 256 "
+    "--moe-layer-freq [0]*3+[1]*58 --moe-router-topk 8 --moe-ffn-hidden-size 2048 "
+    "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 2048 "
+    "--moe-latent-size 1024 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+)
+
+
+def test_the_tiny_run_of_experts_has_their_parts(tmp_path: Path) -> None:
+    found = diagnosis_of(TrainingCommand("run.sh:1", [], EXPERTS.split(), 16), tmp_path)
+    words, processes = shrink(found.checked, found.world_size, tmp_path)
+    config, problems = build_config(
+        words, world_size=processes, warn=lambda _: None, complete=doctor._complete
+    )
+    assert [str(problem) for problem in problems] == []
+    moe, layers = config.moe, config.model.num_layers
+    assert [moe.has_experts(layer) for layer in range(layers)] == [True, False] * (layers // 2)
+    assert (moe.experts, moe.moe_router_num_groups, moe.moe_router_enable_expert_bias) == (4, 2, 1)
+
+
 def settings(config: Config) -> dict[str, Any]:
     """The values that are set, by field."""
     values = {name: getattr(getattr(config, GROUP_OF_FIELD[name]), name) for name in config.given}
