@@ -64,8 +64,9 @@ SMALL_CONFIG = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 4),
     "vocab_size": 8,
+    "rotary_dim": None,
 }
-"""Keys of a config.json that have no default."""
+"""Keys of a config.json that have no default, or one that exceeds these sizes."""
 PAGES_WITH_FLAGS = (
     *("start/tutorial", "start/choose_a_layout", "start/finetuning", "start/troubleshooting"),
     *("start/migration", "running/launching", "training/model"),

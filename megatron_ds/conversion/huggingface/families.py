@@ -78,11 +78,37 @@ def _read_windows(config: ConfigValues) -> dict[str, Any]:
     first = min(config.number("max_window_layers", int, 28) or 0, layers)
     pattern = f"[0] * {first} + [1] * {layers - first}"
     if types is not None:
-        if not isinstance(types, list) or not {*map(str, types)} <= {WINDOWED, FULL}:
-            config.lack("other kinds of attention", "layer_types", types)
-        pattern = str([int(name == WINDOWED) for name in types])
+        pattern = _pattern_of(types, config)
     fields = _read_window(config) if is_used is True else {}
     return fields | {"window_attn_skip_freq": pattern} if fields else {}
+
+
+def _pattern_of(types: Any, config: ConfigValues) -> str:
+    """Which layers have a window."""
+    if not isinstance(types, list) or not {*map(str, types)} <= {WINDOWED, FULL}:
+        config.lack("other kinds of attention", "layer_types", types)
+    return str([int(name == WINDOWED) for name in types])
+
+
+def _read_alternate_windows(config: ConfigValues) -> dict[str, Any]:
+    """A window in the layers that `layer_types` names, or in the first, third, ... layer."""
+    default = [
+        (WINDOWED, FULL)[layer % 2] for layer in range(config.number("num_hidden_layers", int))
+    ]
+    pattern = _pattern_of(config.get("layer_types", None) or default, config)
+    fields = _read_window(config)
+    return fields | {"window_attn_skip_freq": pattern} if fields else {}
+
+
+def _write_alternate_windows(model: ModelConfig) -> dict[str, Any]:
+    kinds = [FULL if window is None else WINDOWED for window in model.windows]
+    return {"sliding_window": model.window, "layer_types": kinds}
+
+
+def _write_query_scale(model: ModelConfig) -> dict[str, Any]:
+    """The inverse square of the scale, which is an integer."""
+    scale = model.softmax_scale or model.head_dim**-0.5
+    return {"query_pre_attn_scalar": round(scale**-2)}
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Any]:
@@ -114,9 +140,25 @@ def _experts(keys: str, default: int) -> Row:
     return Row(read, lambda moe: {keys.split()[0]: moe.experts}, is_of_experts=True)
 
 
+def _read_rotated(config: ConfigValues) -> dict[str, Any]:
+    """The dimensions of a head that are rotated; null: all."""
+    keys = ("n_embd hidden_size", 4096), ("n_head num_attention_heads", 16)
+    hidden, heads = (config.number(key, int, default) for key, default in keys)
+    rotated = config.number("rotary_dim", int, 64)
+    return {} if rotated is None else {"rotary_percent": rotated / (hidden // heads)}
+
+
 EMBEDDING_DROPOUT = Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
 SCALED_EMBEDDING = Row(_read_scale, lambda model: {})
 BIASES = Row(_read_biases, _write_biases)
+QUERY_SCALE = Row(
+    lambda config: {"softmax_scale": config.number("query_pre_attn_scalar", float, 256.0) ** -0.5},
+    _write_query_scale,
+)
+LOGITS_SCALE = Row(
+    lambda config: {"logits_multiplier": 1 / config.number("logits_scaling", float, 1.0)},
+    lambda model: {"logits_scaling": float(f"{1 / model.logits_multiplier:.12g}")},
+)
 SPECIAL_ROWS = {
     "gpt2": (
         Row(
@@ -126,10 +168,20 @@ SPECIAL_ROWS = {
         EMBEDDING_DROPOUT,
     ),
     "phi": (EMBEDDING_DROPOUT,),
+    "gptj": (
+        Row(_read_rotated, lambda model: {"rotary_dim": model.rotated_size}),
+        EMBEDDING_DROPOUT,
+    ),
     "llama": (BIASES, ignored(pretraining_tp=1)),
     "qwen2": (Row(_read_windows, _write_windows),),
     "qwen3": (Row(_read_windows, _write_windows),),
     "gemma": (SCALED_EMBEDDING,),
+    "gemma2": (
+        SCALED_EMBEDDING,
+        QUERY_SCALE,
+        Row(_read_alternate_windows, _write_alternate_windows),
+    ),
+    "granite": (BIASES, LOGITS_SCALE),
     "mistral": (Row(_read_window, lambda model: {"sliding_window": model.window}),),
     "mixtral": (
         Row(partial(_read_window, default=None), lambda model: {"sliding_window": model.window}),
@@ -148,7 +200,7 @@ def _take_rows(entry: dict[str, Any]) -> Iterator[Row]:
     options = (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
     types = {item.name: item.type for item in options}
     for name, column in entry.pop("numbers").items():
-        cls = float if types[name] == "float" else int
+        cls = float if "float" in types[name] else int
         if isinstance(column, str):
             yield number(column, name, cls)
         else:

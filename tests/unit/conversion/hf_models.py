@@ -40,6 +40,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN |= {"rope_theta": 500.0}
 SEQUENTIAL = {"parallel_attn": False, "max_position_embeddings": 64}
 
+EAGER = {"attn_implementation": "eager"}
+"""Other kernels leave out the bound of Gemma 2's scores."""
+
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2-relu2": lambda: transformers.GPT2Config(
@@ -94,6 +97,23 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma": lambda: transformers.GemmaConfig(
         **{**LLAMA, "num_key_value_heads": 1}, head_dim=6, pad_token_id=None
     ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **{**LLAMA, "num_hidden_layers": 3},
+        head_dim=6,
+        sliding_window=5,
+        pad_token_id=None,
+        query_pre_attn_scalar=9,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gptj": lambda: transformers.GPTJConfig(**GPT2, rotary_dim=4, tie_word_embeddings=False),
+    "granite": lambda: transformers.GraniteConfig(
+        **LLAMA,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logits_scaling=3.0,
+        attention_multiplier=0.1,
+    ),
     "bloom": lambda: transformers.BloomConfig(**SIZES),
     "bloom-norms": lambda: transformers.BloomConfig(
         **SIZES, apply_residual_connection_post_layernorm=True
@@ -110,7 +130,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def random_model(name: str) -> Any:
     """A model whose parameters are all random, biases and norms included."""
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), **EAGER).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -124,7 +144,7 @@ def load_strictly(folder: Path, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, **options
+            folder, output_loading_info=True, **{**EAGER, **options}
         )
     assert not any(report.values()), report
     return model.eval()

@@ -356,7 +356,7 @@ def test_layers_with_a_window_have_a_base_of_their_own(changes: dict[str, Any]) 
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "mish"}, "mish"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"model_type": "gptj"}, "interleaved rotary positions"),
+        ("llama", {"model_type": "olmo"}, "LayerNorm without weights"),
         ("qwen2", {"use_sliding_window": 1}, "use_sliding_window"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ("qwen3-moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),

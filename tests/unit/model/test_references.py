@@ -248,7 +248,8 @@ def test_default_gelu_depends_on_the_bias(bias: bool, kind: str | None) -> None:
 @claim(
     "parallel",
     "the model has the logits, the loss and the gradients of transformers' Llama, GPT-2, "
-    "GPT-NeoX, Pythia, BLOOM, OLMo 2, Gemma, Phi and SmolLM3 with the same weights, "
+    "GPT-NeoX, Pythia, GPT-J, BLOOM, OLMo 2, Gemma, Gemma 2, Granite, Phi and SmolLM3 with the "
+    "same weights, "
     "parameter by parameter",
 )
 @pytest.mark.parametrize(
