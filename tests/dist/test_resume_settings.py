@@ -12,6 +12,7 @@ differ.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from megatron_ds.engine.ds_config.generate import PARTITION_KEYS, is_read_at
 from megatron_ds.engine.ds_config.keys import BLOCKS
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.engine.readback import master_weights
+from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from tests.claims import claim
@@ -95,6 +97,13 @@ def set_dropout(of_attention: bool, training: Training, value: float) -> None:
             module.dropout = value
 
 
+def set_rope(training: Training, value: float) -> None:
+    model = training.engine._engine.module
+    config = dataclasses.replace(model.config, rotary_base=value)
+    for block, rule in zip(model.blocks(), attention_rules(config), strict=True):
+        block.rule = rule
+
+
 def set_micro_batch_size(training: Training, value: int) -> None:
     training.engine._engine.set_train_micro_batch_size(value)
     continue_batches(training)
@@ -139,6 +148,7 @@ SETTINGS: dict[str, tuple[Any, Apply]] = {
     "lion_beta2": (0.8, set_second_beta),
     "hidden_dropout": (0.2, partial(set_dropout, False)),
     "attention_dropout": (0.2, partial(set_dropout, True)),
+    "rotary_base": (50.0, set_rope),
     "micro_batch_size": (2, set_micro_batch_size),
     "loss_scale_window": (2, partial(set_in_scaler, "scale_window")),
     "hysteresis": (1, partial(set_in_scaler, "delayed_shift")),
@@ -162,6 +172,7 @@ class Layout:
     stage: int
     settings: tuple[str, ...] = OF_ADAM
     optimizer: str = "adamw"
+    model: str = "learned"
     tp: int = 1
     ulysses: int = 1
     precision: dict[str, Any] = field(default_factory=dict)
@@ -169,7 +180,7 @@ class Layout:
 
     def config(self) -> Config:
         """Two micro-batches per step, and a learning rate that every step changes."""
-        case = Case(WORLD, self.stage, self.tp, 2, "learned", self.optimizer, sp=self.ulysses)
+        case = Case(WORLD, self.stage, self.tp, 2, self.model, self.optimizer, sp=self.ulysses)
         changes = {"precision": self.precision, "deepspeed": self.deepspeed, "schedule": RATES}
         config = config_of(case, **changes)
         return config.with_values({"sgd_momentum": 0.9})
@@ -206,7 +217,7 @@ LAYOUTS = {
     "zero3 fp16 lion offload": Layout(
         3, OF_LION, "lion", precision=DYNAMIC, deepspeed={**OFFLOAD, "remote_device": "cpu"}
     ),
-    "zero2 ulysses": Layout(2, ulysses=2),
+    "zero2 ulysses": Layout(2, (*OF_ADAM, "rotary_base"), model="rope", ulysses=2),
 }
 IN_MAKE_TEST = (
     *("zero0", "zero1 sgd", "zero3", "zero1 bf16", "zero2 fp16", "zero2 fp16 static"),

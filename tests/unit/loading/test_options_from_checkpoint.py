@@ -99,6 +99,20 @@ def test_the_model_of_the_checkpoint_replaces_given_options_on_request(
     assert kept.model == ModelConfig(**given)
 
 
+@pytest.mark.parametrize("override", [False, True])
+def test_a_given_rope_is_kept_only_by_its_flag(
+    override: bool, manager: Managers, config: Config, folder: Path
+) -> None:
+    rope = {"position_embedding_type": "rope", "rotary_base_per_layer": (50.0, 60.0)}
+    save(manager(model=dataclasses.replace(config.model, **rope)), 3)
+    given = {"rotary_base_per_layer": (70.0, 80.0), "use_rope_scaling": True}
+    flags = {"use_checkpoint_args": True, "override_rope": override}
+    model = make_plan(run_of(folder, **flags, **given))[0].model
+    assert (model.rotary_base_per_layer, model.use_rope_scaling) == (
+        ((70.0, 80.0), True) if override else ((50.0, 60.0), False)
+    )
+
+
 def test_the_tokenizer_of_the_checkpoint_is_used_unless_one_is_given(
     manager: Managers, config: Config, folder: Path
 ) -> None:
