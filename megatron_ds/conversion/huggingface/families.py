@@ -6,6 +6,7 @@ families.toml lists them; the rows of keys that no table can describe are here.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -148,6 +149,38 @@ def _read_rotated(config: ConfigValues) -> dict[str, Any]:
     return {} if rotated is None else {"rotary_percent": rotated / (hidden // heads)}
 
 
+def _read_shared(config: ConfigValues) -> dict[str, Any]:
+    """First dense layers, shared experts, groups and the scale of the weights."""
+    names = "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"
+    shared, dense, groups, chosen = (config.number(name, int, 1) for name in names)
+    layers = config.number("num_hidden_layers", int)
+    if not shared:
+        config.lack("a layer without shared experts", "n_shared_experts", shared)
+    # The score of a group is the sum of its best two.
+    if groups > 1 and config.number("num_experts_per_tok", int, 8) // chosen != 2:
+        config.lack("groups of which a token has other than two experts", "topk_group", chosen)
+    grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    width = config.number("moe_intermediate_size", int, 1408)
+    return {
+        **({"moe_layer_freq": f"[0]*{dense}+[1]*{layers - dense}"} if dense else {}),
+        **(grouped if groups > 1 else {}),
+        "moe_shared_expert_intermediate_size": shared * (width or 0) or None,
+        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", float, 1.0),
+    }
+
+
+def _write_shared(moe: MoEConfig) -> dict[str, Any]:
+    shared, width = moe.moe_shared_expert_intermediate_size, moe.moe_ffn_hidden_size
+    layers = filter(moe.has_experts, itertools.count())
+    return {
+        "n_shared_experts": (shared or 0) // (width or 1),
+        "first_k_dense_replace": next(layers) if moe.is_used else 0,
+        "n_group": moe.moe_router_num_groups or 1,
+        "topk_group": moe.moe_router_group_topk or 1,
+        "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
+    }
+
+
 EMBEDDING_DROPOUT = Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
 SCALED_EMBEDDING = Row(_read_scale, lambda model: {})
 BIASES = Row(_read_biases, _write_biases)
@@ -188,6 +221,10 @@ SPECIAL_ROWS = {
         _experts("num_local_experts num_experts", 8),
     ),
     "qwen3_moe": (_experts("num_experts num_local_experts", 128),),
+    "glm4_moe": (
+        _experts("n_routed_experts num_local_experts", 128),
+        Row(_read_shared, _write_shared, is_of_experts=True),
+    ),
     "smollm3": (BIASES, ROPE_LAYERS),
 }
 """Rows by `model_type`, besides those of families.toml."""

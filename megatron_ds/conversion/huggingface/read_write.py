@@ -53,6 +53,8 @@ from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+STATES = {"expert_bias": "e_score_correction_bias"}
+"""Their names of states, by ours."""
 TRANSPOSED_ROWS = 64
 """Rows that are transposed at once."""
 NTK = ("rope_ntk_factor", "max_position_embeddings")
@@ -199,6 +201,7 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
             _, layer, inner = module.split(".", 2)
         theirs = family.names[module] if layer is None else family.inner[inner]
         path = "" if layer is None else f"{family.layer.format(layer)}."
+        suffix = STATES.get(suffix, suffix)
         names = [f"{path}{stem}.{suffix}" for stem in theirs.split()]
         spec, first = weight.shard, int(weight.is_stacked)
         is_cut = spec is not None and spec.dim == first

@@ -30,6 +30,8 @@ LLAMA: dict[str, Any] = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 6}
 EXPERTS |= {"router_aux_loss_coef": 0.0}
+GLM = {"n_routed_experts": 8, "moe_intermediate_size": 24, "n_shared_experts": 2}
+GLM |= {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "pad_token_id": None}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
 NEOX = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -92,6 +94,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3-moe-layers": lambda: transformers.Qwen3MoeConfig(
         **LLAMA, **EXPERTS, decoder_sparse_step=2
     ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(
+        **LLAMA, **GLM, use_qk_norm=True, n_group=4, topk_group=2, num_experts_per_tok=4
+    ),
+    "glm4-moe-biases": lambda: transformers.Glm4MoeConfig(
+        **LLAMA, **GLM, attention_bias=True, num_experts_per_tok=3
+    ),
     "pythia": lambda: transformers.GPTNeoXConfig(**NEOX, rope_parameters=HALF),
     "olmo2": lambda: transformers.Olmo2Config(**LLAMA),
     "gemma": lambda: transformers.GemmaConfig(
@@ -136,6 +144,9 @@ def random_model(name: str) -> Any:
         for key, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and key.endswith("weight")
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + is_norm)
+        for key, state in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                state.copy_(0.3 * torch.randn(state.shape, generator=generator))
     return model
 
 

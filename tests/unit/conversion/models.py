@@ -86,10 +86,10 @@ def model_of(source: SourceCheckpoint) -> GPTModel:
     mesh, rng = Mesh.single(), RngStreams(0)
     model = GPTModel(config, mesh=mesh, rng=rng, seed=None, moe=source.settings.moe).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             value = source.tensors[name].read().float()
-            parameter.zero_()
-            parameter[: len(value)] = value
+            tensor.zero_()
+            tensor[: len(value)] = value
     return model
 
 

@@ -108,7 +108,7 @@ def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     assert loaded.generation_config.eos_token_id == 1
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-layers"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-layers", "glm4-moe"])
 def test_gradients_of_experts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Written to files like weights, so that they have the same names."""
     theirs = random_model(name)
@@ -120,7 +120,8 @@ def test_gradients_of_experts_are_those_of_transformers(tmp_path: Path, name: st
         for parameter in model.parameters():
             parameter.data = parameter.grad
     theirs.save_pretrained(tmp_path / "theirs")
-    tensors = {key: TensorReader.of(value.detach()) for key, value in ours.named_parameters()}
+    named = (*ours.named_parameters(), *ours.named_buffers())
+    tensors = {key: TensorReader.of(value.detach()) for key, value in named}
     gradients = SourceCheckpoint(tmp_path, "native", source.settings, tensors)
     write_hf(gradients, tmp_path / "ours")
     found, expected = tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs")
@@ -360,6 +361,9 @@ def test_layers_with_a_window_have_a_base_of_their_own(changes: dict[str, Any]) 
         ("qwen2", {"use_sliding_window": 1}, "use_sliding_window"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ("qwen3-moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("glm4-moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("glm4-moe", {"topk_group": 1}, "topk_group"),
+        ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture"),
         ("falcon", {"alibi": True}, "alibi"),
