@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
-from megatron_ds.model.spec.architecture import is_expert, run_spec
+from megatron_ds.model.spec.architecture import is_expert
 from megatron_ds.model.spec.parts import FP32, AttentionSpec
-from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.parallel.weights import Partial
-from megatron_ds.planning.memory_inputs import memory_inputs, micro_batches
+from megatron_ds.planning.memory_inputs import PlannedRun
 
 RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 """Sends of a message by each rank of a long ring; (n - 1) / n times as many on n ranks."""
@@ -55,16 +53,9 @@ class Traffic:
         return self.size * RING[self.operation] * (self.ranks - 1) / self.ranks
 
 
-def step_traffic(config: Config, dp_size: int, device: str, pp_rank: int = 0) -> list[Traffic]:
-    """The messages of a step at the run's final batch size.
-
-    Args:
-        config: Complete configuration, with the vocabulary size.
-        dp_size: Data-parallel size.
-        device: Kind of device, such as "cpu".
-        pp_rank: Pipeline rank.
-    """
-    messages = _Messages(config, dp_size, device, pp_rank)
+def step_traffic(run: PlannedRun, pp_rank: int = 0) -> list[Traffic]:
+    """The messages of a pipeline rank in a step, at the run's final batch size."""
+    messages = _Messages(run, pp_rank)
     parts = (
         messages.gradients_and_parameters(),
         messages.of_tensor_parallelism(),
@@ -77,19 +68,19 @@ def step_traffic(config: Config, dp_size: int, device: str, pp_rank: int = 0) ->
 
 
 class _Messages:
-    def __init__(self, config: Config, dp_size: int, device: str, pp_rank: int) -> None:
+    def __init__(self, run: PlannedRun, pp_rank: int) -> None:
+        config = run.config
         self.config, self.model, self.parallel = config, config.model, in_effect(config.parallel)
-        self.inputs = memory_inputs(config, dp_size, device)
-        self.dp_size, self.pp_rank = dp_size, pp_rank
+        self.inputs, self.pp_rank = run.inputs, pp_rank
         self.replicas = self.inputs.dp_size
         self.tp_size, self.sp_size = self.inputs.tp_size, self.inputs.sp_size
-        self.count = micro_batches(config, dp_size)
-        self.spec, self.rank_layers = run_spec(config), rank_layers(config)[pp_rank]
-        of_ranks = self.parallel.stages_of_ranks
-        stages = layers_per_stage(config.model, config.parallel, config.moe)
-        self.own = of_ranks[pp_rank]
-        self.stages = len(stages)
-        self.layers = sum(stages[stage] for stage in self.own)
+        self.count, self.spec = run.micro_batches, run.spec
+        self.rank_layers, self.own = (
+            run.rank_layers[pp_rank],
+            self.parallel.stages_of_ranks[pp_rank],
+        )
+        self.stages = len(run.stages)
+        self.layers = sum(run.stages[stage] for stage in self.own)
         experts = [part for layer in self.rank_layers for part in layer.experts]
         self.sparse = len(experts)
         """Layers with experts."""

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.optimizer import MUON_BATCH
-from megatron_ds.model.spec.architecture import is_expert, is_expert_matrix, is_matrix, model_spec
+from megatron_ds.model.spec.architecture import is_expert, is_expert_matrix, is_matrix
 from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
-from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.parallel.chunks import chunk_bytes, num_tiles
 from megatron_ds.planning.communication import ALLREDUCE_BUCKET
-from megatron_ds.planning.memory_inputs import MemoryInputs, memory_inputs, micro_batches
+from megatron_ds.planning.memory_inputs import MemoryInputs, PlannedRun, memory_inputs
 
 TEMPORARY = ("activations", "output layer and loss", "averaging and step", "gathered parameters")
 """Device memory in use at different times of a step."""
@@ -97,10 +96,15 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
         config: Complete configuration, with the vocabulary size.
         inputs: Settings of the engine.
     """
-    sizes = _Sizes(config, inputs)
+    return run_memory(PlannedRun.of(config, inputs))
+
+
+def run_memory(run: PlannedRun) -> MemoryEstimate:
+    """Estimate the memory of one process of a run."""
+    sizes, inputs = _Sizes(run), run.inputs
     device, host = sizes.states()
     disk, locked = sizes.move_to_disk(host)
-    if in_effect(config.checkpoint).async_save:
+    if in_effect(run.config.checkpoint).async_save:
         host["copy of an asynchronous save"] = sizes.saved(device, host, disk)
     activations = sizes.activations()
     table, logits, scaled = sizes.output_layer()
@@ -134,15 +138,14 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
 class _Sizes:
     """Bytes of the tensors of one process."""
 
-    def __init__(self, config: Config, inputs: MemoryInputs) -> None:
-        self.config, self.model, self.inputs = config, config.model, inputs
+    def __init__(self, run: PlannedRun) -> None:
+        config, self.inputs, self.spec = run.config, run.inputs, run.spec
+        self.config, self.model, inputs, spec = config, config.model, run.inputs, run.spec
         self.ep_size = config.expert_parallel_size
-        self.spec = spec = model_spec(config.model, config.moe, inputs.tp_size, self.ep_size)
-        largest = max(rank_layers(config), key=spec.elements)
+        largest = max(run.rank_layers, key=spec.elements)
         self.full, experts = spec.elements(largest), spec.elements(largest, is_expert)
-        stages = layers_per_stage(config.model, config.parallel, config.moe)
         # A stage keeps the activations of a micro-batch until its gradient returns.
-        count = micro_batches(config, inputs.dp_size // inputs.sp_size)
+        stages, count = run.stages, run.micro_batches
         ends = list(itertools.accumulate(stages))
         self.stages_of_ranks = [
             [

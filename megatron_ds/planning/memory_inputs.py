@@ -10,7 +10,9 @@ from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.ds_config.generate import build_ds_config
+from megatron_ds.model.spec.architecture import Layer, ModelSpec, run_spec
 from megatron_ds.model.spec.parts import FP32
+from megatron_ds.model.stages import layers_per_stage, rank_layers
 
 BLOCKWISE_8_BIT = 1 + FP32 / 256
 """Bytes of an element of an 8-bit moment, which has one scale for 256 elements."""
@@ -90,7 +92,26 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
     )
 
 
-def micro_batches(config: Config, dp_size: int) -> int:
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run, and what the estimates of its memory, messages and time have in common."""
+
+    config: Config
+    """Complete configuration, with the vocabulary size."""
+    inputs: MemoryInputs
+    spec: ModelSpec
+    stages: tuple[int, ...]
+    """Transformer layers of each stage."""
+    rank_layers: list[list[Layer]]
+    """Layers of each pipeline rank."""
+    micro_batches: int
     """Micro-batches of a step on each data-parallel rank, at the final batch size."""
-    samples = config.final_global_batch_size(dp_size)
-    return max(1, samples // (config.schedule.micro_batch_size * dp_size))
+
+    @classmethod
+    def of(cls, config: Config, inputs: MemoryInputs) -> PlannedRun:
+        """Derive the common values from the settings."""
+        spec, dp_size = run_spec(config), inputs.dp_size // inputs.sp_size
+        stages = layers_per_stage(config.model, config.parallel, config.moe)
+        samples = config.final_global_batch_size(dp_size)
+        count = max(1, samples // (config.schedule.micro_batch_size * dp_size))
+        return cls(config, inputs, spec, stages, rank_layers(config), count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,12 @@ from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.ds_config.generate import build_ds_config
-from megatron_ds.model.spec.architecture import model_spec, run_spec
+from megatron_ds.model.spec.architecture import model_spec
 from megatron_ds.model.spec.parts import FP32
-from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
-from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
-from megatron_ds.planning.memory_inputs import DTYPE_BYTES, memory_inputs, micro_batches
+from megatron_ds.planning.memory_estimate import MemoryEstimate, run_memory
+from megatron_ds.planning.memory_inputs import DTYPE_BYTES, PlannedRun, memory_inputs
 
 AXES = ("pp", "dp", "ep", "sp", "tp")
 """From the slowest to the fastest: neighbouring ranks are tensor-parallel."""
@@ -65,6 +64,8 @@ class Plan:
     links: tuple[Link, ...]
     """Links of the pipeline rank that communicates the longest."""
     micro_batches: int
+    moments: int
+    """Optimizer state tensors per parameter."""
     samples: int
     """Per step."""
     flops: int
@@ -125,9 +126,8 @@ class Plan:
     @property
     def checkpoint_size(self) -> int:
         """A complete checkpoint: weights, and master weights and moments in fp32."""
-        moments = memory_inputs(self.config, self.dp_size, self.hardware.kind).moments
         master = 0 if self.config.precision.name == "fp32" else FP32
-        return self.weights_size + self.parameters * (master + moments * FP32)
+        return self.weights_size + self.parameters * (master + self.moments * FP32)
 
     @property
     def save_seconds(self) -> float:
@@ -171,22 +171,20 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     dp_size = config.parallel.data_parallel_size(world_size)
     axes = config.axis_sizes
     sizes = {name: axes.get(f"{name}_size", dp_size // axes["ep_size"]) for name in AXES}
-    memory = planned_memory(config, dp_size, hardware.kind)
-    count = micro_batches(config, dp_size)
-    layers = layers_per_stage(config.model, config.parallel, config.moe)
-    spec = run_spec(config)
+    run = PlannedRun.of(config, memory_inputs(config, dp_size, hardware.kind))
+    memory, spec, layers = run_memory(run), run.spec, run.stages
     parameters = model_spec(config.model, config.moe).elements()
     of_sample = spec.flops(config.model.seq_length)
     # Experts that are not selected have no products.
     share, origin = hardware.share(min(parameters, of_sample / (6 * config.model.seq_length)))
     hardware = dataclasses.replace(hardware, efficiency=share)
-    compute = _compute_seconds(config, sizes, layers, count, hardware)
+    compute = _compute_seconds(run, sizes, hardware)
     own_layers = [sum(layers[stage] for stage in held) for held in config.parallel.stages_of_ranks]
     longest = {0, own_layers.index(max(own_layers)), sizes["pp"] - 1}
     by_rank = [
         tuple(
             Link(traffic, *_link_time(traffic, sizes, hardware))
-            for traffic in step_traffic(config, dp_size, hardware.kind, pp_rank)
+            for traffic in step_traffic(run, pp_rank)
         )
         for pp_rank in sorted(longest)
     ]
@@ -201,25 +199,25 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         sizes=sizes,
         layers=layers,
         parameters=parameters,
-        rank_parameters=tuple(map(spec.elements, rank_layers(config))),
+        rank_parameters=tuple(map(spec.elements, run.rank_layers)),
         memory=memory,
         links=links,
-        micro_batches=count,
+        micro_batches=run.micro_batches,
+        moments=run.inputs.moments,
         samples=samples,
         flops=samples * of_sample,
         compute=compute,
-        bubble=_bubble(config, sizes["pp"], count),
+        bubble=_bubble(run, sizes["pp"]),
         optimizer=2 * states / hardware.memory_rate + 2 * host / hardware.host,
         # The processor that computes sends as well.
         exposed=_exposed(links, 0.0 if is_host(hardware.kind) else compute),
     )
 
 
-def _compute_seconds(
-    config: Config, sizes: dict[str, int], layers: Sequence[int], count: int, hardware: Hardware
-) -> float:
+def _compute_seconds(run: PlannedRun, sizes: dict[str, int], hardware: Hardware) -> float:
     """Products of the pipeline rank that has the most, and its other kernels."""
-    spec, model = run_spec(config), config.model
+    config, spec, layers, count = run.config, run.spec, run.stages, run.micro_batches
+    model = config.model
     passes = 4 / 3 if config.recompute.recompute_granularity == "full" else 1
     of_layers = passes * spec.flops(model.seq_length, spec.blocks)
     head = spec.flops(model.seq_length, spec.after)
@@ -235,7 +233,7 @@ def _compute_seconds(
     return samples * slowest / (sizes["tp"] * sizes["sp"]) / rate + kernels
 
 
-def _bubble(config: Config, ranks: int, count: int) -> float:
+def _bubble(run: PlannedRun, ranks: int) -> float:
     """Idle share of a pipeline rank: of 1F1B by Narayanan et al. 2021, section 2.2.
 
     For DualPipeV, a line through the values of docs/training/pipeline.md, from DeepSpeed's lists
@@ -243,8 +241,8 @@ def _bubble(config: Config, ranks: int, count: int) -> float:
     """
     if ranks == 1:
         return 0.0
-    idle = ranks - 1 if config.parallel.num_stages == ranks else 0.65 * ranks - 0.8
-    return idle / (count + idle)
+    idle = ranks - 1 if len(run.stages) == ranks else 0.65 * ranks - 0.8
+    return idle / (run.micro_batches + idle)
 
 
 def _link_time(

@@ -21,6 +21,7 @@ from megatron_ds.config import Config
 from megatron_ds.model.experts.router import Router
 from megatron_ds.parallel.mesh import Mesh, axis_groups
 from megatron_ds.planning.communication import step_traffic
+from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
 from tests.claims import claim
 from tests.dist.fake_world import AXES, Message, Messages, axis_of, fake_world
 from tests.dist.rank_jobs import JobResults, run_jobs, selected
@@ -161,10 +162,11 @@ def test_a_step_sends_no_more_bytes_than_planned(name: str, outcomes: JobResults
     world = WORLDS[name]
     config = config_of((LAYOUTS | MORE)[name], world)
     dp_size = config.parallel.data_parallel_size(world)
+    run = PlannedRun.of(config, memory_inputs(config, dp_size, "cpu"))
     (found,) = outcomes.of(name)
     for pp_rank, rows in found.values():
         planned: Counter[str] = Counter()
-        for each in step_traffic(config, dp_size, "cpu", pp_rank):
+        for each in step_traffic(run, pp_rank):
             planned[each.operation] += each.size
         sent: Counter[str] = Counter()
         for message, _ in rows:

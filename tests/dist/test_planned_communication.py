@@ -36,6 +36,7 @@ from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.experts.router import Router, Routing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.communication import step_traffic
+from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
 from megatron_ds.train_state import StepPlan, StepResult
 from tests.claims import claim
 from tests.dist.rank_jobs import Job, JobResults, run_jobs, selected
@@ -355,9 +356,10 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
 def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -> None:
     config = config_of(LAYOUTS[name], 4)
     dp_size = config.parallel.data_parallel_size(4)
+    run = PlannedRun.of(config, memory_inputs(config, dp_size, "cpu"))
     for pp_rank, found in outcomes.of(name):
         planned: Counter[str] = Counter()
-        for each in step_traffic(config, dp_size, "cpu", pp_rank):
+        for each in step_traffic(run, pp_rank):
             planned[each.operation] += each.size
         assert found == dict(planned)
 

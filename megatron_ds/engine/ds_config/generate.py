@@ -83,6 +83,7 @@ def build_ds_config(
     precision = config.precision
     fp32_accumulation = precision.name == "fp32" or precision.accumulate_allreduce_grads_in_fp32
     accumulation = "fp32" if fp32_accumulation else precision.name
+    largest = _largest_parameter(config)
     result: Json = {
         # DeepSpeed counts a slice of a sequence as a sample: see `Mpu`.
         "train_batch_size": total * slices,
@@ -103,7 +104,7 @@ def build_ds_config(
         "communication_data_type": accumulation,
         "data_types": {"grad_accum_dtype": accumulation},
         **_precision_blocks(precision, user),
-        "zero_optimization": _zero_block(config, user, ranks, is_cpu=is_host(device)),
+        "zero_optimization": _zero_block(config, user, ranks, largest, is_cpu=is_host(device)),
         "optimizer": _optimizer_block(config, user, is_available),
         "activation_checkpointing": _checkpointing_block(config),
     }
@@ -115,7 +116,7 @@ def build_ds_config(
     result["communication_data_type"] = as_dtype(result["communication_data_type"])
     zero = result["zero_optimization"]
     if "reduce_bucket_size" not in zero:
-        zero["reduce_bucket_size"] = _bucket_size(config, result, ranks)
+        zero["reduce_bucket_size"] = _bucket_size(config, result, ranks, largest)
     return result
 
 
@@ -234,7 +235,7 @@ def compiles_efficient_linear() -> bool:
     return (int(major), int(minor)) >= (2, 13)
 
 
-def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Json:
+def _zero_block(config: Config, user: Json, dp_size: int, largest: int, *, is_cpu: bool) -> Json:
     """All keys but a reduce_bucket_size that the file leaves open."""
     stage = config.zero_stage
     result: Json = {"stage": stage, **ZERO_DEFAULTS}
@@ -247,7 +248,7 @@ def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Js
     is_overlapping = (
         stage == 2 and dp_size > 1 and not (is_cpu or config.deepspeed.optimizer_offload != "none")
     )
-    fits = values.get("reduce_bucket_size", math.inf) >= _largest_parameter(config)
+    fits = values.get("reduce_bucket_size", math.inf) >= largest
     result["overlap_comm"] = stage == 3 or (is_overlapping and fits)
     if stage == 3:
         result["zero_hpz_partition_size"] = config.deepspeed.zero_hpz_partition_size
@@ -267,11 +268,13 @@ def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Js
         if device != "none":
             # Copies of pageable memory are slow, and the device waits for them.
             block = {"pin_memory": not is_cpu} | block | {"device": device}
-            result[key] = _offload_defaults(config, key, device, block, dp_size) | block
+            result[key] = _offload_defaults(config, key, device, block, dp_size, largest) | block
     return result
 
 
-def _offload_defaults(config: Config, key: str, device: str, block: Json, dp_size: int) -> Json:
+def _offload_defaults(
+    config: Config, key: str, device: str, block: Json, dp_size: int, largest: int
+) -> Json:
     """Keys of an offload block that the file leaves open."""
     result: Json = {"nvme_path": config.deepspeed.nvme_path} if device == "nvme" else {}
     if key == "offload_optimizer":
@@ -283,7 +286,7 @@ def _offload_defaults(config: Config, key: str, device: str, block: Json, dp_siz
             result["buffer_count"] = 4 * at_once
     elif device == "nvme":
         # A buffer holds a rank's part of a parameter.
-        part = -(-_largest_parameter(config) // dp_size) if dp_size else 0
+        part = -(-largest // dp_size) if dp_size else 0
         result |= {"buffer_size": part or 100_000_000, "max_in_cpu": 10**9}
     return result
 
@@ -319,23 +322,24 @@ def swap_buffer_problems(config: Config, dp_size: int) -> Iterator[Problem]:
         value = file.get(f"zero_optimization.{name}.{key}")
         if device == "nvme" and value is not None:
             block = _without_auto(file.get(f"zero_optimization.{name}"))
-            least = _offload_defaults(config, name, device, block, ranks)[key]
+            largest = _largest_parameter(config)
+            least = _offload_defaults(config, name, device, block, ranks, largest)[key]
             if value < least:
                 yield file.invalid(f"zero_optimization.{name}.{key}", f"must be at least {least}")
 
 
-def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
+def _bucket_size(config: Config, generated: Json, dp_size: int, largest: int) -> int:
     """Elements of a reduction, at most the model's size: the bucket is allocated at once."""
-    largest = BUCKET_BYTES // (4 if generated["communication_data_type"] == "fp32" else 2)
+    bucket = BUCKET_BYTES // (4 if generated["communication_data_type"] == "fp32" else 2)
     zero = generated["zero_optimization"]
     # Stage 1 in bf16 sends during the last backward pass: see `FlatGradients`.
     if zero["overlap_comm"] or (zero["stage"] == 1 and generated["bf16"]["enabled"]):
-        largest = min(largest, max(OVERLAPPED_BUCKET, OVERLAPPED_BUCKET_PER_RANK * dp_size))
+        bucket = min(bucket, max(OVERLAPPED_BUCKET, OVERLAPPED_BUCKET_PER_RANK * dp_size))
         if zero["stage"] == 2:
-            largest = max(largest, _largest_parameter(config))
+            bucket = max(bucket, largest)
     if not config.model.vocab_size:
-        return largest
-    return min(largest, run_spec(config).elements())
+        return bucket
+    return min(bucket, run_spec(config).elements())
 
 
 def _largest_parameter(config: Config) -> int:
