@@ -66,6 +66,16 @@ class StepResult:
     the same names; means over the data-parallel ranks are logged."""
 
 
+class LossSum(NamedTuple):
+    """Loss of several micro-batches on one data-parallel rank, before the division."""
+
+    total: SupportsFloat
+    """Sum of the micro-batches' mean losses in nats per token or, with per-token loss, of all
+    tokens' losses. An unsynchronized device tensor, as the weight."""
+    weight: SupportsFloat
+    """Number of micro-batches or, with per-token loss, of counted tokens."""
+
+
 @dataclass(frozen=True)
 class TrainState:
     """Progress of a run. Saved as JSON; a resume needs nothing else besides weights and optimizer

@@ -35,7 +35,7 @@ from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, sel
 from megatron_ds.checkpoint.store.fetch import IsNeeded
 from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.config.problems import Problem, counted, raise_if_any, with_flags
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.train_state import TrainState
 
@@ -112,7 +112,7 @@ class Restoring(RunCheckpoints):
             self.local.warn_of_unused(start)
         return restored
 
-    def load(self, engine: Engine, checkpoint: Checkpoint) -> TrainState:
+    def load(self, engine: ZeroEngine, checkpoint: Checkpoint) -> TrainState:
         """Restores a selected checkpoint into an engine and returns its state.
 
         DeepSpeed loads a checkpoint of this run's layout; one of another is resharded.
@@ -155,7 +155,7 @@ class Restoring(RunCheckpoints):
         self.log(f"  successfully loaded checkpoint from {shown} at iteration {iteration}")
         return checkpoint.run.state
 
-    def _reshard(self, engine: Engine, checkpoint: Checkpoint, changes: Sequence[str]) -> None:
+    def _reshard(self, engine: ZeroEngine, checkpoint: Checkpoint, changes: Sequence[str]) -> None:
         """Restores a checkpoint of another layout."""
         what = with_flags("; ".join(changes))
         if checkpoint.is_universal:

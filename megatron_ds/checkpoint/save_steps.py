@@ -33,7 +33,7 @@ from megatron_ds.checkpoint.metadata import (
     manifest_text,
 )
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.protocol import Snapshot
+from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.visibility import retry
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
@@ -76,7 +76,7 @@ class SaveSteps:
 
     folder: Path
     iteration: int
-    snapshot: Snapshot
+    snapshot: DeepSpeedSnapshot
     run: RunRecord | None
     tokenizer_files: Mapping[str, bytes]
     estimate: int

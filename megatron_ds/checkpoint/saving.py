@@ -39,7 +39,7 @@ from megatron_ds.checkpoint.store import save as store_save
 from megatron_ds.checkpoint.store.save import StoreSaveSteps
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.blend.blend_history import BlendHistory
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.train_state import TrainState
 
 BYTES_PER_PARAMETER = {True: 16, False: 8}
@@ -56,7 +56,7 @@ class Saving(RunCheckpoints):
 
     def save(
         self,
-        engine: Engine,
+        engine: ZeroEngine,
         state: TrainState,
         history: Callable[[], BlendHistory | None] = lambda: None,
         *,
@@ -94,7 +94,7 @@ class Saving(RunCheckpoints):
 
     def save_local(
         self,
-        engine: Engine,
+        engine: ZeroEngine,
         state: TrainState,
         history: Callable[[], BlendHistory | None] = lambda: None,
     ) -> None:
@@ -164,7 +164,7 @@ class Saving(RunCheckpoints):
 
     def _collect(
         self,
-        engine: Engine,
+        engine: ZeroEngine,
         state: TrainState,
         history: Callable[[], BlendHistory | None],
         *,

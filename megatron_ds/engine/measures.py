@@ -61,7 +61,7 @@ class StepMeasures:
 
     @contextmanager
     def marked(self, open_region: Open) -> Iterator[None]:
-        """See `Engine.marked`."""
+        """See `ZeroEngine.marked`."""
         parts = self._parts
         with ExitStack() as stack:
             stack.enter_context(mark_passes(parts.engine, open_region))

@@ -21,17 +21,14 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config.generate import adam_kernel
 from megatron_ds.engine.parts import EngineParts
-from megatron_ds.engine.protocol import (
-    ON_DEVICE,
-    ON_HOST,
-    EngineSettings,
-    LossScaleSettings,
-    StateBytes,
-)
+from megatron_ds.engine.settings import EngineSettings, LossScaleSettings
 from megatron_ds.launch.output import columns
 from megatron_ds.model.spec.architecture import is_matrix, run_spec
 from megatron_ds.model.stages import rank_layers
 
+ON_DEVICE, ON_HOST = "device", "host"
+StateBytes = dict[str, dict[str, int]]
+"""ON_DEVICE or ON_HOST -> kind of state -> bytes of this process."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Our names of number formats, and torch's."""
 OFFLOAD_SWITCHES = {

@@ -1,4 +1,4 @@
-"""A DeepSpeed ZeRO engine behind the `Engine` protocol.
+"""The engine of a run, by DeepSpeed: what the training loop calls.
 
 Owns what is read from the engine, saved and loaded; steps and passes have modules of their own.
 Knows nothing of schedules, logs and checkpoint names.
@@ -6,7 +6,7 @@ Knows nothing of schedules, logs and checkpoint names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -33,8 +33,7 @@ from megatron_ds.engine.measures import StepMeasures
 from megatron_ds.engine.optimizers.param_groups import keep_settings_on_load, reused_states
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.pipeline import PipelinePasses
-from megatron_ds.engine.protocol import LossSum, StateBytes
-from megatron_ds.engine.readback import check, state_bytes
+from megatron_ds.engine.readback import StateBytes, check, state_bytes
 from megatron_ds.engine.regions import Open
 from megatron_ds.engine.states.host_staging import HostStaging
 from megatron_ds.engine.states.resharding import Resharding
@@ -45,14 +44,23 @@ from megatron_ds.model.gpt import GPTModel, inference_form
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.sharding import shard_spec
 from megatron_ds.parallel.weights import ShardSpec
-from megatron_ds.train_state import StepPlan, StepResult
+from megatron_ds.train_state import LossSum, StepPlan, StepResult
 
 
 class ZeroEngine:
-    """ZeRO stages 0 to 3, with or without pipeline parallelism.
+    """Trains, evaluates, saves and loads one model. Every method is collective unless noted.
+
+    For ZeRO stages 0 to 3, with or without pipeline parallelism.
 
     Args:
         parts: Parts of the engine.
+
+    Attributes:
+        ds_config: The complete DeepSpeed configuration.
+        startup_warnings: Warnings about avoidable slowness of the run.
+        module: The layers of this rank.
+        model: The model or, with pipeline parallelism, its part in the stages of this rank.
+        settings: Settings in effect, read from the engine when it was built or last loaded.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -75,9 +83,11 @@ class ZeroEngine:
         keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
+        """Number of parameters of this model-parallel rank, all ZeRO partitions included. Local."""
         return sum(getattr(p, "ds_numel", p.numel()) for _, p in self._steps.norms.parameters)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
+        """Sharding of the complete model's tensor-parallel parameters, by canonical name."""
         specs = {
             name: spec
             for name, parameter in self._steps.norms.parameters
@@ -87,31 +97,65 @@ class ZeroEngine:
         return {name: spec for stage in stages for name, spec in stage.items()}
 
     def sharded_experts(self) -> tuple[str, ...]:
+        """Names of the complete model's parameters that only some data-parallel ranks have."""
         return tuple(chain.from_iterable(gather_objects(self._experts.names, self._mesh.pp)))
 
     def partitions(self) -> list[FlatPartition]:
+        """Returns the locations of parameters in this rank's flat optimizer tensors. Local."""
         partitions = read_partitions(self._engine, self._stage)
         return list(chain.from_iterable(gather_objects(partitions, self._mesh.pp)))
 
     def state_bytes(self) -> StateBytes:
+        """Bytes of this process's tensors that outlive a step. Local."""
         return state_bytes(self._engine)
 
-    def watch_gradients(self) -> AbstractContextManager[dict[str, Tensor]]:
-        return watch_gradients(self._steps.norms.parameters)
+    @contextmanager
+    def watch_gradients(self) -> Iterator[dict[str, Tensor]]:
+        """Record which parameters' own gradients are finite, before they are averaged.
+
+        Local. Yields a mapping that backward passes inside the context fill, in their order:
+        canonical name -> unsynchronized boolean tensor.
+        """
+        finite: dict[str, Tensor] = {}
+
+        def record(name: str, gradient: Tensor) -> None:
+            is_finite = gradient.isfinite().all()
+            finite[name] = finite.get(name, is_finite) & is_finite
+
+        with ExitStack() as hooks:
+            for name, parameter in self._steps.norms.parameters:
+                hooks.callback(parameter.register_hook(partial(record, name)).remove)
+            yield finite
 
     def step_times(self) -> dict[str, float]:
+        """Milliseconds of parts of the steps since the last call, by name. Local; waits for the
+        device. Empty without --timing-log-level."""
         return self._measures.timers.take()
 
     def marked(self, open_region: Open) -> AbstractContextManager[None]:
+        """Open a named region around each part of the steps inside the context. Local.
+
+        Args:
+            open_region: Called with the name of a part, such as "layer 3" or "all_reduce[tp]".
+        """
         return self._measures.marked(open_region)
 
     def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:
+        """Copy micro-batches to the device, each while the one before is computed. Local; taking
+        a micro-batch is collective over the tensor-parallel group."""
         packing = self.model.attention.packing
         counted = packing.eod if packing is not None and packing.reset_attention else None
         device, sharing = self._parts.device, self._mesh.sp_tp
         return DeviceBatches(batches, device, sharing, document_end=counted)
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
+        """Take one optimizer step over `plan.num_micro_batches` batches.
+
+        Returns:
+            The result of the step. Its loss, which is this data-parallel rank's, and its norm are
+            unsynchronized device tensors.
+        """
+
         def take() -> StepResult:
             self._steps.begin(plan)
             result = self._steps.result(plan, self._passes.train(batches, plan))
@@ -121,10 +165,17 @@ class ZeroEngine:
         return self._measures.measure(plan.iteration, take)
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
+        """Compute this rank's loss of `count` micro-batches, without gradients and dropout."""
         return LossSum(*self._passes.evaluate(batches, count))
 
     @contextmanager
     def inference_model(self) -> Iterator[GPTModel]:
+        """The model in evaluation mode, in the form in which text is scored and generated.
+
+        Inside the context it may be called with any number of tokens. With ZeRO-3 and with experts
+        on several ranks, all data-parallel ranks must call it equally often. Not with pipeline
+        stages.
+        """
         assert isinstance(self.module, GPTModel), "a pipeline stage"
         self._engine.eval()
         if self._stage == 3 and not self.module.config.untie_embeddings_and_output_weights:
@@ -135,17 +186,32 @@ class ZeroEngine:
             yield self.module
 
     def params_norm(self) -> float:
+        """Compute the L2 norm of all parameters, each counted once."""
         return self._steps.norms.of_parameters()
 
     def has_finite_weights(self) -> bool:
+        """Whether the weights are finite. Collective. Not checked where they are on a disk."""
         return self.params_norm() < LARGEST
 
     def snapshot(self, *, copy: bool) -> DeepSpeedSnapshot:
+        """Collect what this rank writes of a checkpoint. Touches no files of checkpoints.
+
+        Args:
+            copy: Copy the states to host memory. They then stay as at this moment, and may be
+                written while training continues, but before the next copy. Otherwise they must be
+                written before the next step.
+        """
         save = partial(self._engine.save_checkpoint, "snapshot", tag="snapshot", save_latest=False)
         with experts_saved_by_caller(self._engine), nvme_states.as_tensors(self._engine):
             return self._files.collect(save, self._copies if copy else None)
 
     def load(self, folder: Path, tag: str) -> None:
+        """Restore weights and optimizer states from folder/tag; settings stay this run's.
+
+        Raises:
+            UserError: If a file is damaged, or holds anything but tensors and plain values; or if
+                the engine then does not have the configured settings.
+        """
         scale = self._steps.loss_scale
         with (
             literal_folder(folder),
@@ -162,24 +228,17 @@ class ZeroEngine:
         self.settings = check(self._parts)
 
     def reshard(self, source: StateReader) -> None:
+        """Restore weights and optimizer states that any layout saved; settings stay this run's.
+
+        Args:
+            source: States of a checkpoint.
+
+        Raises:
+            UserError: If the checkpoint has other parameters.
+        """
         Resharding(self._engine, self._stage, self._mesh, source).run()
         scale = self._steps.loss_scale
         if scale is not None and source.loss_scaler is not None:
             with scale.keep_settings_on_load():
                 self._engine.optimizer.loss_scaler = source.loss_scaler
         self.settings = check(self._parts)
-
-
-@contextmanager
-def watch_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[dict[str, Tensor]]:
-    """Record whether gradients are finite, as autograd computes them; see `Engine`."""
-    finite: dict[str, Tensor] = {}
-
-    def record(name: str, gradient: Tensor) -> None:
-        is_finite = gradient.isfinite().all()
-        finite[name] = finite.get(name, is_finite) & is_finite
-
-    with ExitStack() as hooks:
-        for name, parameter in parameters:
-            hooks.callback(parameter.register_hook(partial(record, name)).remove)
-        yield finite

@@ -22,7 +22,7 @@ from megatron_ds.data.blend.usage_report import USAGE_FILE, describe_blend, summ
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.map_dataset import build_own_datasets
 from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.evaluation.in_training import TaskEvaluation
 from megatron_ds.launch import device, output
 from megatron_ds.launch.process.lifecycle import ProcessLifecycle
@@ -95,7 +95,7 @@ class _Start:
             return self.checkpoint.run.state
         return TrainState() if self.imported is None else self.imported.state
 
-    def load(self, engine: Engine, parts: RunParts) -> TrainState:
+    def load(self, engine: ZeroEngine, parts: RunParts) -> TrainState:
         """Fills the engine with it. Collective."""
         state = self.state
         if self.checkpoint is not None:
@@ -190,7 +190,7 @@ def _find_start(parts: RunParts) -> _Start:
     return start
 
 
-def _build_tasks(parts: RunParts, engine: Engine) -> TaskEvaluation | None:
+def _build_tasks(parts: RunParts, engine: ZeroEngine) -> TaskEvaluation | None:
     """The evaluation of --eval-tasks and --eval-only, whose data is loaded here."""
     config, mesh, options = parts.config, parts.mesh, parts.config.evaluation
     if not (options.file_tasks or options.harness_tasks):
@@ -217,7 +217,7 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
     return mean
 
 
-def times_of_ranks(engine: Engine) -> dict[str, list[float]]:
+def times_of_ranks(engine: ZeroEngine) -> dict[str, list[float]]:
     """The times of the engines of all ranks, by name, in the order of the ranks. Collective."""
     times: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(times, engine.step_times())
@@ -268,7 +268,7 @@ def _build_data(parts: RunParts, start: _Start) -> Datasets:
 
 
 def _build_metrics(
-    parts: RunParts, engine: Engine, state: TrainState, exits: ExitConditions
+    parts: RunParts, engine: ZeroEngine, state: TrainState, exits: ExitConditions
 ) -> Metrics:
     """Metrics of this rank. The first rank, which prints the other lines of the log, prints them,
     so that lines keep their order; the last one writes files, as in Megatron."""

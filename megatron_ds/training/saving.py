@@ -14,7 +14,7 @@ from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.data.blend.blend_history import BlendHistory
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch import output
 from megatron_ds.train_state import TrainState
 
@@ -25,7 +25,7 @@ class Saver:
 
     options: CheckpointConfig
     checkpoints: CheckpointManager
-    engine: Engine
+    engine: ZeroEngine
 
     def is_due(self, iteration: int) -> bool:
         """Whether --save-interval or --save-interval-minutes demands a save after an iteration."""

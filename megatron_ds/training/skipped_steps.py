@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import Problem, option
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 
@@ -29,7 +29,7 @@ class SkippedSteps:
         engine: Engine whose gradients are recorded.
     """
 
-    def __init__(self, config: PrecisionConfig, engine: Engine) -> None:
+    def __init__(self, config: PrecisionConfig, engine: ZeroEngine) -> None:
         self._config = config
         self._engine = engine
         self._count = self._steps = 0

@@ -21,7 +21,7 @@ from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.device_batches import DeviceBatches
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.evaluation.in_training import Stopped, TaskEvaluation
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
@@ -46,7 +46,7 @@ class Trainer:
 
     config: Config
     mesh: Mesh
-    engine: Engine
+    engine: ZeroEngine
     data: Datasets
     metrics: Metrics
     checkpoints: CheckpointManager

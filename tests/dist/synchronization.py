@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_ds
 from megatron_ds.config import Config, StoppingConfig
 from megatron_ds.engine.device_batches import DeviceBatches
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch.process.stop_request import StopRequest
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
@@ -78,7 +78,7 @@ def reads_of(action: Callable[[], object]) -> Counter[str]:
 
 
 def reads_of_steps(
-    config: Config, mesh: Mesh, engine: Engine, batches: DeviceBatches, state: TrainState
+    config: Config, mesh: Mesh, engine: ZeroEngine, batches: DeviceBatches, state: TrainState
 ) -> Counter[str]:
     """Where two steps of the training loop inside a log interval, and an evaluation, read values.
 

@@ -28,7 +28,8 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine import build as engine_build
 from megatron_ds.engine import readback
-from megatron_ds.engine.protocol import EngineSettings, StateBytes
+from megatron_ds.engine.readback import StateBytes
+from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.planning.memory_estimate import estimate
 from megatron_ds.planning.memory_inputs import MemoryInputs, memory_inputs
 from megatron_ds.train_state import TrainState

@@ -30,8 +30,8 @@ from megatron_ds.checkpoint.metadata import ParallelLayout
 from megatron_ds.config import Config
 from megatron_ds.engine.ds_config.generate import PARTITION_KEYS, is_read_at
 from megatron_ds.engine.ds_config.keys import BLOCKS
-from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.engine.readback import master_weights
+from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh

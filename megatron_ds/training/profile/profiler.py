@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.profiler import profile, record_function, supported_activities
 
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.launch.device import memory_history
 
@@ -30,7 +30,7 @@ class ProfilerSession:
     """
 
     def __init__(
-        self, engine: Engine, folder: Path, name: str, write: Callable[[str], object]
+        self, engine: ZeroEngine, folder: Path, name: str, write: Callable[[str], object]
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._write = folder / name, write

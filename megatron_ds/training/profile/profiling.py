@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.protocol import Engine
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch import output
 from megatron_ds.train_state import TrainState
 
@@ -36,7 +36,7 @@ class Profiling:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
+        engine: ZeroEngine,
         folder: Path | None,
         rank: int,
         write: Callable[[str], object],
@@ -89,7 +89,7 @@ class Profiling:
 
 
 def open_profiling(
-    config: Config, engine: Engine, save: Path | None, rank: int, state: TrainState, last: int
+    config: Config, engine: ZeroEngine, save: Path | None, rank: int, state: TrainState, last: int
 ) -> Profiling | None:
     """The profile of --profile; warns if the run ends before it begins.
 

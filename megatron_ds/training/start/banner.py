@@ -15,7 +15,7 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
-from megatron_ds.engine.protocol import EngineSettings
+from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.model.norm import select_norm_kernel
 from megatron_ds.model.spec.architecture import Layer, is_matrix, model_spec
 from megatron_ds.model.stages import layers_per_stage, stage_slices

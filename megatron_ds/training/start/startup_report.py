@@ -25,8 +25,8 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.data.blend.usage_report import USAGE_FILE
 from megatron_ds.data.build_datasets import Datasets
-from megatron_ds.engine.protocol import Engine
 from megatron_ds.engine.readback import loaded_ops
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.atomic import write_atomically
 from megatron_ds.launch import device, environment, output
 from megatron_ds.launch.ranks import distributed
@@ -97,7 +97,7 @@ class StartReport:
         for label, text in schedules.describe_schedules(config):
             print_detail(config, f"will use {label} {text}.")
 
-    def print_parameter_count(self, engine: Engine) -> None:
+    def print_parameter_count(self, engine: ZeroEngine) -> None:
         """Prints the parameters of the first rank, as Megatron does."""
         print_detail(
             self.config,
@@ -126,7 +126,7 @@ class StartReport:
             output.warn_on_rank(Problem("restarts-with-old-store"))
 
     def print_banner(
-        self, engine: Engine, state: TrainState, estimate: MemoryEstimate
+        self, engine: ZeroEngine, state: TrainState, estimate: MemoryEstimate
     ) -> dict[str, str]:
         """Prints layout, model, schedule, settings and kernels on the first rank. Not collective.
 
@@ -177,7 +177,7 @@ class StartReport:
             "command": shlex.join(sys.argv),
         }
 
-    def write_run_files(self, engine: Engine, data: Datasets) -> None:
+    def write_run_files(self, engine: ZeroEngine, data: Datasets) -> None:
         """Writes the DeepSpeed configuration and the usage of each data file to --save."""
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ class FirstStepsReport:
     """
 
     startup: StartupTimer
-    engine: Engine
+    engine: ZeroEngine
     estimate: MemoryEstimate
     peak: device.PeakMemory
     start_iteration: int

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.config import CheckpointConfig, Config, ScheduleConfig
-from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
+from megatron_ds.engine.settings import EngineSettings, LossScaleSettings
 from megatron_ds.launch.ranks.distributed import ProcessContext
 from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.cores import FIXED_SIZES

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_ds.config import PrecisionConfig
-from megatron_ds.engine.zero import watch_gradients
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.train_state import StepResult
 from megatron_ds.training.skipped_steps import SkippedSteps
 
@@ -21,7 +21,8 @@ SKIPPED = StepResult(1.0, math.inf, skipped=True)
 
 def skips(module: nn.Module | None = None, **options: Any) -> SkippedSteps:
     named = () if module is None else tuple(module.named_parameters())
-    engine = SimpleNamespace(watch_gradients=lambda: watch_gradients(named))
+    steps: Any = SimpleNamespace(_steps=SimpleNamespace(norms=SimpleNamespace(parameters=named)))
+    engine: Any = SimpleNamespace(watch_gradients=lambda: ZeroEngine.watch_gradients(steps))
     return SkippedSteps(PrecisionConfig(**options), cast(Any, engine))
 
 

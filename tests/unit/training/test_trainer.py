@@ -18,11 +18,10 @@ from torch._dynamo.utils import counters
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.engine.device_batches import DeviceBatches
-from megatron_ds.engine.protocol import LossSum
 from megatron_ds.evaluation.in_training import Result, Stopped
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from megatron_ds.train_state import LossSum, StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import StopDecision
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
