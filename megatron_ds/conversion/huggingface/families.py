@@ -91,19 +91,21 @@ def _pattern_of(types: Any, config: ConfigValues) -> str:
     return str([int(name == WINDOWED) for name in types])
 
 
-def _read_alternate_windows(config: ConfigValues) -> dict[str, Any]:
-    """A window in the layers that `layer_types` names, or in the first, third, ... layer."""
-    default = [
-        (WINDOWED, FULL)[layer % 2] for layer in range(config.number("num_hidden_layers", int))
-    ]
-    pattern = _pattern_of(config.get("layer_types", None) or default, config)
-    fields = _read_window(config)
-    return fields | {"window_attn_skip_freq": pattern} if fields else {}
+def _windows(every: int) -> Row:
+    """A window in the layers that `layer_types` names; by default all but every N-th layer."""
 
+    def read(config: ConfigValues) -> dict[str, Any]:
+        layers = range(1, config.number("num_hidden_layers", int) + 1)
+        default = [WINDOWED if layer % every else FULL for layer in layers]
+        pattern = _pattern_of(config.get("layer_types", None) or default, config)
+        fields = _read_window(config)
+        return fields | {"window_attn_skip_freq": pattern} if fields else {}
 
-def _write_alternate_windows(model: ModelConfig) -> dict[str, Any]:
-    kinds = [FULL if window is None else WINDOWED for window in model.windows]
-    return {"sliding_window": model.window, "layer_types": kinds}
+    def write(model: ModelConfig) -> dict[str, Any]:
+        types = [FULL if window is None else WINDOWED for window in model.windows]
+        return {"sliding_window": model.window, "layer_types": types}
+
+    return Row(read, write)
 
 
 def _write_query_scale(model: ModelConfig) -> dict[str, Any]:
@@ -209,11 +211,9 @@ SPECIAL_ROWS = {
     "qwen2": (Row(_read_windows, _write_windows),),
     "qwen3": (Row(_read_windows, _write_windows),),
     "gemma": (SCALED_EMBEDDING,),
-    "gemma2": (
-        SCALED_EMBEDDING,
-        QUERY_SCALE,
-        Row(_read_alternate_windows, _write_alternate_windows),
-    ),
+    "gemma2": (SCALED_EMBEDDING, QUERY_SCALE, _windows(2)),
+    "gemma3_text": (SCALED_EMBEDDING, QUERY_SCALE, _windows(6)),
+    "olmo3": (_windows(4),),
     "granite": (BIASES, LOGITS_SCALE),
     "mistral": (Row(_read_window, lambda model: {"sliding_window": model.window}),),
     "mixtral": (

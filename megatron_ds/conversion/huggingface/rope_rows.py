@@ -27,6 +27,7 @@ def rope(
     fraction: float = 0.25,
     theta: float = 10000.0,
     window_theta: tuple[str, float] | None = None,
+    every: int = 6,
 ) -> Row:
     """Rotary position embeddings.
 
@@ -38,6 +39,7 @@ def rope(
         theta: Default of the base.
         window_theta: Key and default of the base in layers with a window, which are not scaled.
             None: all layers have the same base.
+        every: Every how many layers one has no window, by default.
     """
 
     def read(config: ConfigValues) -> Fields:
@@ -59,29 +61,41 @@ def rope(
             if (rope_type := windowed.get("rope_type", "default")) != "default":
                 config.lack("scaling of rotary positions with a window", "rope_type", rope_type)
             other = windowed.number("rope_theta", float, config.get(key, default))
-            is_full = [layer_type == FULL for layer_type in layer_types(config)]
-            fields["rotary_base_per_layer"] = tuple(base if chosen else other for chosen in is_full)
+            is_full = [layer_type == FULL for layer_type in layer_types(config, every)]
+            if other != base:
+                fields["rotary_base_per_layer"] = tuple(
+                    base if chosen else other for chosen in is_full
+                )
             fields["rope_scaling_layers"] = pattern_of(is_full)
         elif by_type:
             config.lack("rotary positions that depend on the type of the layer", "rope", by_type)
         return fields
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        written = {theta_key: model.rotary_base, "rope_scaling": write_scaling(model)}
+        written: dict[str, Any] = {theta_key: model.rotary_base}
+        written["rope_scaling"] = write_scaling(model)
         if fraction_key is not None:
             written[fraction_key] = model.rotary_percent
         if window_theta is not None:
-            bases = dict(zip(model.windows, model.rotary_bases, strict=True))
-            written[theta_key] = bases.pop(None, model.rotary_base)
-            written[window_theta[0]] = next(iter(bases.values()), model.rotary_base)
+            written |= _write_bases(model, theta_key, window_theta[0])
         return written
 
     return Row(read, write)
 
 
-def layer_types(config: ConfigValues) -> list[str]:
-    """The type of each layer: by default every sixth one has full attention."""
-    every = config.number("sliding_window_pattern", int, 6)
+def _write_bases(model: ModelConfig, theta_key: str, window_key: str) -> dict[str, Any]:
+    """The bases of layers with and without a window, and their parameters by type of layer."""
+    bases = dict(zip(model.windows, model.rotary_bases, strict=True))
+    base = bases.pop(None, model.rotary_base)
+    other = next(iter(bases.values()), model.rotary_base)
+    full = {"rope_type": "default", "rope_theta": base, **(write_scaling(model) or {})}
+    by_type = {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": other}}
+    return {theta_key: base, window_key: other, "rope_parameters": by_type}
+
+
+def layer_types(config: ConfigValues, every: int) -> list[str]:
+    """The type of each layer: by default every so many layers one has full attention."""
+    every = config.number("sliding_window_pattern", int, every)
     layers = range(1, config.number("num_hidden_layers", int) + 1)
     default = [WINDOWED if layer % every else FULL for layer in layers]
     return list(config.get("layer_types", None) or default)

@@ -115,6 +115,18 @@ MODELS: dict[str, Callable[[], Any]] = {
         final_logit_softcapping=3.0,
     ),
     "gptj": lambda: transformers.GPTJConfig(**GPT2, rotary_dim=4, tie_word_embeddings=False),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**LLAMA, "num_hidden_layers": 6, "rope_parameters": None},
+        head_dim=6,
+        sliding_window=5,
+        pad_token_id=None,
+        query_pre_attn_scalar=9,
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **{**LLAMA, "num_hidden_layers": 4, "rope_parameters": None},
+        sliding_window=5,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    ),
     "granite": lambda: transformers.GraniteConfig(
         **LLAMA,
         embedding_multiplier=12.0,
