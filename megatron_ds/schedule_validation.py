@@ -11,7 +11,7 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import exclusive_problem, in_effect
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS
-from megatron_ds.config.problems import Problem, option, with_value
+from megatron_ds.config.problems import Problem, with_value
 from megatron_ds.schedules import ScheduleLength, in_lr_units
 
 
@@ -24,8 +24,7 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
     schedule, lr = in_effect(config.schedule), config.optimizer.lr
     for name in ("lr_warmup_init", "min_lr"):
         if getattr(schedule, name) > lr:
-            setting = with_value(schedule, name)
-            yield Problem("learning-rate-exceeds-maximum", name, "lr", setting=setting, lr=lr)
+            yield Problem("learning-rate-exceeds-maximum", name, "lr", settings=schedule, lr=lr)
     yield from _decoupled_lr_problems(config)
     has_one_length = schedule.train_iters is None or schedule.train_samples is None
     if has_one_length and all(len(schedule.given_lengths(stem)) < 2 for stem in SCHEDULE_LENGTHS):
@@ -33,9 +32,7 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
     if schedule.curriculum_seqlen is not None:
         end, longest = schedule.curriculum_seqlen[1], config.model.seq_length
         if longest > 0 and end > longest:
-            yield Problem(
-                "curriculum-exceeds-sequence", settings=schedule, end=end, longest=longest
-            )
+            yield Problem("curriculum-exceeds-sequence", settings=schedule, longest=longest)
         if in_effect(config.recompute).contiguous_checkpointing:
             yield exclusive_problem(
                 "curriculum_seqlen",
@@ -55,23 +52,11 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
     reaches_tokens = schedule.train_tokens is not None and run.tokens >= schedule.train_tokens
     samples = schedule.train_samples
     if samples is not None and run.samples < samples and not reaches_tokens:
-        yield Problem(
-            "incomplete-last-batch",
-            settings=schedule,
-            iterations=run.iterations,
-            samples=run.samples,
-            remainder=samples - run.samples,
-        )
+        rest = samples - run.samples
+        yield Problem("incomplete-last-batch", settings=schedule, run=run, rest=rest)
     if schedule.train_tokens is not None and not reaches_tokens:
         ended_by = "train_iters" if samples is None else "train_samples"
-        yield Problem(
-            "tokens-not-reached",
-            "train_tokens",
-            ended_by,
-            settings=schedule,
-            ended_by=with_value(schedule, ended_by),
-            tokens=run.tokens,
-        )
+        yield Problem("tokens-not-reached", "train_tokens", ended_by, settings=schedule, run=run)
     for tokens, size in schedules.batch_size_steps(config):
         if tokens >= run.tokens:
             yield Problem("batch-size-not-reached", tokens=run.tokens, size=size, start=tokens)
@@ -80,14 +65,10 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
         longest, iterations = config.model.seq_length, run.iterations
         if steps > iterations:
             last = schedules.seq_length_at(config, iterations - 1)
-            yield Problem(
-                "curriculum-not-completed", settings=schedule, iterations=iterations, last=last
-            )
+            yield Problem("curriculum-not-completed", settings=schedule, run=run, last=last)
         if end < longest:
-            unused = longest - end
-            yield Problem(
-                "curriculum-below-sequence", settings=schedule, seq_length=longest, unused=unused
-            )
+            lost = longest - end
+            yield Problem("curriculum-below-sequence", settings=schedule, all=longest, lost=lost)
 
 
 def _is_countable(config: Config, dp_size: int) -> bool:
@@ -124,10 +105,8 @@ def _decoupled_lr_problems(config: Config) -> Iterator[Problem]:
         (schedule if floor == "min_lr" else options, floor),
     ):
         if getattr(owner, name) > options.decoupled_lr:
-            setting, peak = with_value(owner, name), with_value(options, "decoupled_lr")
-            yield Problem(
-                "learning-rate-exceeds-decoupled", name, "decoupled_lr", setting=setting, peak=peak
-            )
+            names, peak = (name, "decoupled_lr"), with_value(options, "decoupled_lr")
+            yield Problem("learning-rate-exceeds-decoupled", *names, settings=owner, peak=peak)
 
 
 def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
@@ -172,7 +151,6 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
             described=described(decay),
             end=end - 1,
             unit=unit,
-            flag=option(f"lr_decay_{unit}"),
         )
     elif annealing and in_unit(annealing) > end - start:
         yield Problem(

@@ -80,11 +80,7 @@ def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
     if all(problem.fields != ("max_position_embeddings",) for problem in problems):
         problems += _position_conflicts(checkpoint, config)
     if before != after:
-        problems.append(
-            Problem(
-                "resume-vocabulary-changed", "vocab_size", before=before, path=path, after=after
-            )
-        )
+        problems.append(Problem("resume-vocabulary-changed", saved=before, path=path, now=after))
     if not (config.checkpoint.finetune or config.checkpoint.no_load_optim):
         if not run.has_optimizer:
             names = "no_load_optim", "finetune"
@@ -117,23 +113,15 @@ def _position_conflicts(checkpoint: Checkpoint, config: Config) -> Iterator[Prob
     """Whether learned position embeddings have rows for the positions of the run."""
     rows, now = saved_config(checkpoint).model.num_positions, config.model.num_positions
     if config.model.position_embedding_type == "learned_absolute" and rows != now:
-        length = config.model.seq_length
-        yield Problem(
-            "resume-positions-changed", "seq_length", now=length, path=checkpoint.path, rows=rows
-        )
+        path, model = checkpoint.path, config.model
+        yield Problem("resume-positions-changed", settings=model, path=path, rows=rows)
 
 
 def _layout_conflicts(checkpoint: Checkpoint, now: ParallelLayout) -> Iterator[Problem]:
     """Yields reasons against resharding the states of a checkpoint to a layout."""
     saved, path = checkpoint.run.layout, checkpoint.path
     if saved.optimizer != now.optimizer:
-        yield Problem(
-            "resume-optimizer-changed",
-            "optimizer",
-            saved=saved.optimizer,
-            path=path,
-            now=now.optimizer,
-        )
+        yield Problem("resume-optimizer-changed", saved=saved, path=path, now=now)
     elif saved.optimizer == EIGHT_BIT and (changes := layout_changes(saved, now)):
         yield Problem("resume-8-bit-moments", path=path, changes="; ".join(changes))
 
@@ -163,9 +151,7 @@ def tokenizer_conflicts(checkpoint: Checkpoint, now: TokenizerFingerprint) -> It
     saved = checkpoint.run.tokenizer
     if saved is None or "NullTokenizer" in (saved.kind, now.kind) or saved.same_as(now):
         return
-    yield Problem(
-        "resume-tokenizer-changed", saved=saved, path=checkpoint.path, now=now, copy=TOKENIZER
-    )
+    yield Problem("resume-tokenizer-changed", checkpoint=checkpoint, now=now, copy=TOKENIZER)
 
 
 def _changed_part(checkpoint: Checkpoint, config: Config, part: str) -> Iterator[Problem]:

@@ -351,10 +351,7 @@ def _head_problems(config: Config, size: int) -> Iterator[Problem]:
     ]
     yield Problem(
         "heads-not-divisible-by-sequence-parallel-size",
-        "num_attention_heads",
-        "num_query_groups",
-        SIZE,
-        size=with_value(config.parallel, SIZE),
+        settings=config.parallel,
         heads=heads,
         kv_heads=kv_heads,
         valid=list_numbers(valid),

@@ -82,14 +82,25 @@ class _Formatter(string.Formatter):
         return counted(value, noun, form) if space else format(value, format_spec)
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """Shows a field that a message names after a colon, as in `{option:seq_length}`."""
-
-    show: Callable[[str], str]
+class _Option:
+    """Shows the flag of a field that a message names after a colon: `{option:seq_length}`."""
 
     def __format__(self, field: str) -> str:
-        return self.show(field)
+        return option(field)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Shows a field's flag and value, `{settings:seq_length}`, or a bare value,
+    `{settings.seq_length}`."""
+
+    options: object
+
+    def __format__(self, field: str) -> str:
+        return with_value(self.options, field)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.options, name)
 
 
 @functools.cache
@@ -109,7 +120,8 @@ class Problem:
         fields: Names of the option fields concerned, unless the entry has them.
         settings: Object with the fields that the message shows with their values, as in
             `{settings:seq_length}`.
-        values: Values of the other placeholders. `{flag}` is by default the first field.
+        values: Values of the other placeholders, which may name attributes, as in `{file.prefix}`.
+            `{fields[0]}` is the first field, and `{flag}` by default its flag.
 
     Raises:
         KeyError: If no messages.toml has the code, or a placeholder has no value.
@@ -125,8 +137,7 @@ class Problem:
         fields = fields or tuple(entry.get("fields", ()))
         if fields:
             values.setdefault("flag", option(fields[0]))
-        shown = _Reference(functools.partial(with_value, settings))
-        references = {"option": _Reference(option), "settings": shown}
+        references = {"option": _Option(), "settings": _Settings(settings), "fields": fields}
         template = _Formatter().format(entry["text"], **references, **values)
         vars(self).update(code=code, fields=fields, template=template)
 

@@ -121,10 +121,7 @@ class LazySampleIndexes:
             raise self._too_large(str(error)) from error
 
     def _too_large(self, reason: str) -> UserError:
-        prefix, split = self.file.data.prefix, self.split
-        return user_error(
-            "index-too-large", prefix=prefix, samples=self.samples, split=split, reason=reason
-        )
+        return user_error("index-too-large", index=self, reason=reason)
 
 
 @dataclass(frozen=True)

@@ -197,24 +197,14 @@ def out_of_vocabulary(
         vocab_size: Vocabulary size of the tokenizer.
         probed_blocks: Number of blocks to read.
     """
-    limit = int(np.iinfo(file.dtype).max)  # type: ignore[type-var]
-    if limit < vocab_size - 1:
-        yield Problem(
-            "token-dtype-too-small",
-            prefix=file.prefix,
-            itemsize=8 * file.dtype.itemsize,
-            dtype=file.dtype,
-            vocab_size=vocab_size,
-        )
+    limits = np.iinfo(file.dtype)  # type: ignore[type-var]
+    if limits.max < vocab_size - 1:
+        yield Problem("token-dtype-too-small", file=file, limits=limits, vocab_size=vocab_size)
     probed = _probe(file, probed_blocks)
     for token in (int(probed.min()), int(probed.max())) if probed.size else ():  # type: ignore[type-var]
         if not 0 <= token < vocab_size:
-            yield Problem(
-                "data-token-outside-vocabulary",
-                prefix=file.prefix,
-                token=token,
-                vocab_size=vocab_size - 1,
-            )
+            last = vocab_size - 1
+            yield Problem("data-token-outside-vocabulary", file=file, token=token, last=last)
 
 
 def empty_selection(

@@ -132,9 +132,7 @@ def model_conflicts(
     for name, value in values.items():
         saved = effective.get(name, getattr(model, name))
         if value != saved and name not in FREE_MODEL_FIELDS:
-            yield Problem(
-                "flag-differs-from-checkpoint", name, flag=option(name), value=value, saved=saved
-            )
+            yield Problem("flag-differs-from-checkpoint", name, value=value, saved=saved)
 
 
 def run_program(options: type[T], run: Callable[[T], None], argv: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from megatron_ds.checkpoint.metadata import TOKENIZER, Checkpoint
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.fields import no_effect_problem
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
-from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.tokenizer.stored_files import with_copies
 
@@ -128,11 +128,7 @@ def replace_given(
         current = field_value(config, name)
         if name in config.given and current != value:
             texts = {"given": as_flag(name, current), "saved": as_flag(name, value)}
-            warn(
-                Problem(
-                    "replaced-by-checkpoint", name, flag, path=path, because=option(flag), **texts
-                )
-            )
+            warn(Problem("replaced-by-checkpoint", name, flag, path=path, **texts))
     origins = dict.fromkeys(values, f"from {path}")
     return dataclasses.replace(
         config.with_values(values),

@@ -346,14 +346,5 @@ def _report_spike(config: Config, plan: StepPlan, result: StepResult) -> None:
         return
     assert plan.limits is not None
     assert result.compared is not None
-    output.warn_on_rank(
-        Problem(
-            "loss-spike-skipped",
-            iteration=plan.iteration,
-            sigma=config.optimizer.skip_loss_spikes,
-            loss=result.compared[0],
-            max_loss=plan.limits.loss,
-            norm=result.compared[1],
-            max_norm=plan.limits.grad_norm,
-        )
-    )
+    options = config.optimizer
+    output.warn_on_rank(Problem("loss-spike-skipped", settings=options, plan=plan, result=result))

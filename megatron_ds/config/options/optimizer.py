@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.fields import ANY_VALUE, UNSET_FLOAT, option_field, when
-from megatron_ds.config.problems import Problem, with_value
+from megatron_ds.config.problems import Problem
 
 MUON_BATCH = 2**25
 """Most elements of matrices of one shape that Muon orthogonalizes at once, or of a single one."""
@@ -135,9 +135,8 @@ class OptimizerConfig:
         if self.weight_decay_incr_style == "constant":
             for name in ("start_weight_decay", "end_weight_decay"):
                 if getattr(self, name) not in (None, self.weight_decay):
-                    names, setting = (name, "weight_decay"), with_value(self, name)
                     yield Problem(
-                        "constant-weight-decay-changes", *names, settings=self, start=setting
+                        "constant-weight-decay-changes", name, "weight_decay", settings=self
                     )
         elif self.start_weight_decay is None or self.end_weight_decay is None:
             yield Problem("weight-decay-bounds-required", settings=self)

@@ -166,10 +166,8 @@ class ParallelConfig:
                 described=self.describe_data_parallel_size(world_size),
                 valid=list_numbers(divisors(dp_size)),
             )
-        if pp > 0 and (stages := self.num_stages) > max(num_layers, 1):
-            yield Problem(
-                "more-stages-than-layers", settings=self, stages=stages, num_layers=num_layers
-            )
+        if pp > 0 and self.num_stages > max(num_layers, 1):
+            yield Problem("more-stages-than-layers", settings=self, num_layers=num_layers)
         elif pp > 1:
             yield from self._partition_problems(num_layers)
 
@@ -201,11 +199,8 @@ class ParallelConfig:
         """Problems of --pp-partition-method."""
         layers = self.given_layers_per_stage
         if layers is not None:
-            stages = self.num_stages
-            if len(layers) != stages or sum(layers) != num_layers or 0 in layers:
-                yield Problem(
-                    "pp-partition-list", settings=self, stages=stages, num_layers=num_layers
-                )
+            if len(layers) != self.num_stages or sum(layers) != num_layers or 0 in layers:
+                yield Problem("pp-partition-list", settings=self, num_layers=num_layers)
             return
         try:
             pattern = self.partition_pattern

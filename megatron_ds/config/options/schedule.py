@@ -258,23 +258,14 @@ class ScheduleConfig:
             if len(names) > 1:
                 yield exclusive_problem(*names, reason=f"each sets {length}")
             elif wrong is not None and names == [f"{stem}_{wrong}"]:
+                fields = names[0], f"train_{right}"
                 yield Problem(
-                    "schedule-unit-differs-from-run",
-                    names[0],
-                    f"train_{right}",
-                    setting=with_value(self, names[0]),
-                    flag=option(f"train_{right}"),
-                    instead=option(f"{stem}_{right}"),
+                    "schedule-unit-differs-from-run", *fields, settings=self, stem=stem, unit=right
                 )
             elif names == [f"{stem}_iters"] and changing is not None:
+                fields = names[0], changing
                 yield Problem(
-                    "iterations-with-changing-batch-size",
-                    names[0],
-                    changing,
-                    setting=with_value(self, names[0]),
-                    flag=option(changing),
-                    by_samples=option(f"{stem}_samples"),
-                    by_tokens=option(f"{stem}_tokens"),
+                    "iterations-with-changing-batch-size", *fields, settings=self, stem=stem
                 )
         if self.lr_decay_style == "WSD" and not self.given_lengths("lr_wsd_decay"):
             yield Problem("wsd-decay-required", f"lr_wsd_decay_{right}")
@@ -296,11 +287,7 @@ class ScheduleConfig:
         for ((before, _), previous), ((tokens, _), entry) in pairs:
             if tokens <= before:
                 yield Problem(
-                    "batch-size-steps-not-ascending",
-                    name,
-                    given=text,
-                    entry=entry,
-                    previous=previous,
+                    "batch-size-steps-not-ascending", given=text, entry=entry, previous=previous
                 )
         if self.global_batch_size not in (None, steps[-1][1]):
             names, final = ("global_batch_size", name), steps[-1][1]
@@ -349,27 +336,19 @@ def _folded_pipeline_problems(
     smallest = min(
         steps or [options.global_batch_size or unit, *(options.rampup_batch_size or ())[:1]]
     )
-    if smallest // unit < parallel.num_stages:
+    count, least = smallest // unit, unit * parallel.num_stages
+    if count < parallel.num_stages:
         yield Problem(
-            "dualpipev-micro-batches",
-            settings=parallel,
-            batch_size=smallest,
-            micro_batches=smallest // unit,
-            minimum=parallel.num_stages,
-            size=unit * parallel.num_stages,
+            "dualpipev-micro-batches", settings=parallel, size=smallest, count=count, least=least
         )
 
 
 def _counted_in_iterations(options: ScheduleConfig, name: str, *instead: str) -> Iterator[Problem]:
     """The problem of a batch size schedule if the run length is in iterations."""
     if options.train_iters is not None:
+        fields, flags = (name, "train_iters"), " and ".join(map(option, instead))
         yield Problem(
-            "batch-size-schedule-with-iterations",
-            name,
-            "train_iters",
-            settings=options,
-            schedule=with_value(options, name),
-            instead=" and ".join(map(option, instead)),
+            "batch-size-schedule-with-iterations", *fields, settings=options, instead=flags
         )
 
 
@@ -380,12 +359,10 @@ def _curriculum_problems(
     if start <= 0 or steps <= 0:
         yield Problem("curriculum-not-positive", settings=options)
     elif start > end:
-        yield Problem("curriculum-descends", settings=options, start=start, end=end)
+        yield Problem("curriculum-descends", settings=options)
     elif unit > 0 and start % unit:
         nearest = nearest_multiples(start, unit)
-        yield Problem(
-            "curriculum-start-not-a-multiple", settings=options, start=start, nearest=nearest
-        )
+        yield Problem("curriculum-start-not-a-multiple", settings=options, nearest=nearest)
 
 
 def _rampup_problems(
@@ -398,17 +375,11 @@ def _rampup_problems(
     if start <= 0 or increment <= 0 or samples < 0:
         yield Problem("rampup-not-positive", settings=options)
     elif final is not None and start > final > 0:
-        yield Problem("rampup-start-exceeds-final", settings=options, start=start)
+        yield Problem("rampup-start-exceeds-final", settings=options)
     elif final is not None and (final - start) % increment:
         below = start + (final - start) // increment * increment
-        yield Problem(
-            "rampup-misses-final",
-            settings=options,
-            increment=increment,
-            start=start,
-            below=below,
-            above=below + increment,
-        )
+        above = below + increment
+        yield Problem("rampup-misses-final", settings=options, below=below, above=above)
 
 
 def parse_iteration_range(entry: str) -> tuple[int, int] | None:

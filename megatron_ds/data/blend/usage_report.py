@@ -101,12 +101,7 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
         lines.append(f"WARNING: {Problem('blend-schedule-changed').render()}")
     is_of_other_length = before.seq_length != after.seq_length
     if is_of_other_length:
-        changed = Problem(
-            "sequence-length-changed",
-            num_samples=now.first_sample,
-            before=before.seq_length,
-            now=after.seq_length,
-        )
+        changed = Problem("sequence-length-changed", before=before, after=after, now=now)
         lines.append(f"WARNING: {changed.render()}")
     has_same_blend = (was.sources, was.weights) == (now.sources, now.weights)
     if now is not was and not (is_of_other_length and has_same_blend):

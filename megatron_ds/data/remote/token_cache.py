@@ -164,12 +164,9 @@ class TokenCache:
         if limit < least:
             yield Problem("token-cache-too-small", given=limit / 1e9, least=least / 1e9)
         needed = min(limit, sum(sizes.values()))
-        if available < needed:
+        if (free := available / 1e9) < needed / 1e9:
             yield Problem(
-                "token-cache-disk-too-small",
-                folder=self.folder,
-                needed=needed / 1e9,
-                available=available / 1e9,
+                "token-cache-disk-too-small", folder=self.folder, needed=needed / 1e9, free=free
             )
 
     def read(self, items: Sequence[Item], read_into: ReadInto) -> None:

@@ -37,9 +37,7 @@ def read_tokenizer(prefix: str, path: str | None = None) -> TokenizerFingerprint
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise user_error(
-            "tokenizer-metadata-unreadable", path=path, strerror=error.strerror
-        ) from error
+        raise user_error("tokenizer-metadata-unreadable", path=path, error=error) from error
     except ValueError as error:
         raise user_error("tokenizer-metadata-damaged", path=path, error=error) from error
 

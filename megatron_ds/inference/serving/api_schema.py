@@ -254,7 +254,7 @@ def _sampling_problems(fields: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("empty-prompt-needs-bos")
     for first, second in (("top_k", "top_p"), ("stop_on_eol", "stop_on_double_eol")):
         if fields.get(first) and fields.get(second):
-            yield Problem("request-fields-exclusive", first, second, first=first, second=second)
+            yield Problem("request-fields-exclusive", first, second)
     for name, needed in (
         ("top_p_decay", "top_p"),
         ("top_p_bound", "top_p"),
@@ -262,7 +262,7 @@ def _sampling_problems(fields: Mapping[str, Any]) -> Iterator[Problem]:
         ("top_n_logprobs", "logprobs"),
     ):
         if fields.get(name) and not fields.get(needed):
-            yield Problem("request-field-needs-another", name, needed, name=name, needed=needed)
+            yield Problem("request-field-needs-another", name, needed)
     if fields.get("top_p") and fields.get("top_p_bound", 0) > fields["top_p"]:
         yield Problem("top-p-bound-above-top-p", bound=fields["top_p_bound"], top_p=fields["top_p"])
 

@@ -61,8 +61,7 @@ class ChatRequest(OpenAiRequest):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         if self.top_logprobs and not self.logprobs:
-            names = {"name": "top_logprobs", "needed": "logprobs"}
-            yield Problem("request-field-needs-another", *names.values(), **names)
+            yield Problem("request-field-needs-another", "top_logprobs", "logprobs")
 
 
 @dataclass(frozen=True)

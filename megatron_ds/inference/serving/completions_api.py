@@ -84,8 +84,7 @@ class OpenAiRequest:
 
     def problems(self) -> Iterator[Problem]:
         if self.stream_options and not self.stream:
-            names = {"name": "stream_options", "needed": "stream"}
-            yield Problem("request-field-needs-another", *names.values(), **names)
+            yield Problem("request-field-needs-another", "stream_options", "stream")
 
 
 Request = TypeVar("Request", bound=OpenAiRequest)

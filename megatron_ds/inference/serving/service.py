@@ -211,8 +211,5 @@ def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
     if requested < 2:
         raise user_error("inference-length-too-small", requested=requested)
     if is_learned and requested > model.num_positions:
-        positions = model.num_positions
-        raise user_error(
-            "inference-length-exceeds-positions", requested=requested, num_positions=positions
-        )
+        raise user_error("inference-length-exceeds-positions", requested=requested, model=model)
     return requested

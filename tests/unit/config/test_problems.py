@@ -68,7 +68,8 @@ def placeholders(text: str) -> frozenset[str]:
     """Names of the values that a message needs."""
     parts = [part for part in string.Formatter().parse(text) if part[1]]
     nested = [placeholders(spec or "") for _, _, spec, _ in parts]
-    return frozenset(str(name) for _, name, _, _ in parts if name != "option").union(*nested)
+    roots = (re.split(r"[.[]", str(name))[0] for _, name, _, _ in parts)
+    return frozenset(root for root in roots if root != "option").union(*nested)
 
 
 def test_every_problem_has_a_message_and_its_values() -> None:
@@ -76,7 +77,7 @@ def test_every_problem_has_a_message_and_its_values() -> None:
     for use in used:
         assert use.code in catalogue(), use
         needed = placeholders(catalogue()[use.code]["text"])
-        implied = needed & {"flag"} if use.has_fields else set()
+        implied = needed & {"flag", "fields"} if use.has_fields else set()
         if "None" in use.names:  # **values
             implied |= needed
         assert use.names - {"None"} | implied == needed, use
