@@ -126,7 +126,7 @@ def _regions_of(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...], 
         last = name.rpartition(".")[2]
         if isinstance(module, Block):
             yield module, ("forward",), f"layer {module.layer}", 0
-            yield module.attention, ("project", "attend", "output"), "attention", 1
+            yield module.attention, ("project_gated", "attend", "output"), "attention", 1
             yield module.mlp, ("forward",), "MLP", 1
         elif last in ("embedding", "final_norm", "head"):
             yield module, ("forward",), last.replace("_", " "), 0
