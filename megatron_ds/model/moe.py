@@ -76,7 +76,8 @@ class MoE(nn.Module):
             return _Replicated(*weights) if weights else None
 
         weights = spec.named(name)
-        self.router = Router(weights["router.weight"], moe, mesh, init, log)
+        router = weights["router.weight"], weights.get("router.bias")
+        self.router = Router(*router, moe, mesh, init=init, log=log)
         self.router.declare_states(weights.values())
         self.experts = Experts(spec, name, mesh, init)
         self.latent_in, self.latent_out = linear("latent_in"), linear("latent_out")

@@ -63,6 +63,7 @@ DROPPING = {**FOUR, "moe_expert_capacity_factor": 1.0}
 DROPPING_BY_POSITION = {**DROPPING, "moe_token_drop_policy": "position"}
 SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True}
 SIGMOID = {
+    "moe_router_bias": True,
     "moe_router_score_function": "sigmoid",
     "moe_router_num_groups": 2,
     "moe_router_group_topk": 1,

@@ -154,6 +154,7 @@ DENSE_LAYOUTS = {
 MOE = {
     "moe": {
         "num_experts": (4,),
+        "moe_router_bias": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_ffn_hidden_size": 24,

@@ -84,6 +84,7 @@ DEFAULTS = {
     "moe_shared_expert_gate": False,
     "moe_router_topk": 2,
     "moe_router_pre_softmax": False,
+    "moe_router_bias": False,
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
@@ -159,6 +160,8 @@ def initial_weights(options: Options, seed: int) -> Weights:
         count, latent = config.num_experts, config.moe_latent_size or hidden
         own = config.moe_ffn_hidden_size or width
         draw(f"{name}.mlp.router.weight", count, hidden, std=0.5)
+        if config.moe_router_bias:
+            draw(f"{name}.mlp.router.bias", count, std=0.5)
         linear(f"{name}.mlp.experts.fc_in", own * rows // width, latent, count)
         linear(f"{name}.mlp.experts.fc_out", latent, own, count)
         if config.moe_latent_size:
@@ -258,6 +261,8 @@ class Experts:
         config, w = self.config, self.weights
         x = x_BSH.transpose(0, 1).flatten(0, 1)
         logits = x @ w[f"{name}.router.weight"].double().T
+        if config.moe_router_bias:
+            logits = logits + w[f"{name}.router.bias"].double()
         count, kept = config.num_experts, config.moe_router_topk
         is_sigmoid = config.moe_router_score_function == "sigmoid"
         is_probability = is_sigmoid or kept == 1 or config.moe_router_pre_softmax

@@ -68,6 +68,9 @@ class MoEConfig:
         "weigh the selected experts by their probabilities among all experts, not among the "
         "selected ones; always so with one expert per token",
     )
+    moe_router_bias: bool = _of_experts(
+        False, "add a learned bias of each expert to the router's logits"
+    )
     moe_router_score_function: str = _of_experts(
         "softmax",
         "scores of a token's experts: softmax of the router's logits, or sigmoid of each, by which "

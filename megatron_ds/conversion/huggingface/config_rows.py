@@ -114,7 +114,8 @@ def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) ->
 
     def read(config: ConfigValues) -> Fields:
         value = config.get(key, default)
-        fields = meanings.get(value) if isinstance(value, str | bool | None) else None
+        same = (meaning for meaning in meanings if (type(meaning), meaning) == (type(value), value))
+        fields = next((meanings[meaning] for meaning in same), None)
         if fields is None:
             config.lack(part, key, value)
         return fields or {}

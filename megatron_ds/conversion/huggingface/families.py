@@ -91,14 +91,14 @@ def _pattern_of(types: Any, config: ConfigValues) -> str:
     return str([int(name == WINDOWED) for name in types])
 
 
-def _windows(every: int) -> Row:
+def _windows(every: int, size: int = 4096) -> Row:
     """A window in the layers that `layer_types` names; by default all but every N-th layer."""
 
     def read(config: ConfigValues) -> dict[str, Any]:
         layers = range(1, config.number("num_hidden_layers", int) + 1)
         default = [WINDOWED if layer % every else FULL for layer in layers]
         pattern = _pattern_of(config.get("layer_types", None) or default, config)
-        fields = _read_window(config)
+        fields = _read_window(config, size)
         return fields | {"window_attn_skip_freq": pattern} if fields else {}
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -183,6 +183,14 @@ def _write_shared(moe: MoEConfig) -> dict[str, Any]:
     }
 
 
+def _read_longrope(config: ConfigValues) -> dict[str, Any]:
+    """The family takes YaRN for LongRoPE."""
+    scaling = config.get("rope_scaling", None) or config.get("rope_parameters", None) or {}
+    if "yarn" in (scaling.get("rope_type"), scaling.get("type")):
+        config.lack("scaling of rotary positions by LongRoPE", "rope_type", "yarn")
+    return {}
+
+
 EMBEDDING_DROPOUT = Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
 SCALED_EMBEDDING = Row(_read_scale, lambda model: {})
 BIASES = Row(_read_biases, _write_biases)
@@ -193,6 +201,9 @@ QUERY_SCALE = Row(
 LOGITS_SCALE = Row(
     lambda config: {"logits_multiplier": 1 / config.number("logits_scaling", float, 1.0)},
     lambda model: {"logits_scaling": float(f"{1 / model.logits_multiplier:.12g}")},
+)
+OPTIONAL_WINDOW = Row(
+    partial(_read_window, default=None), lambda model: {"sliding_window": model.window}
 )
 SPECIAL_ROWS = {
     "gpt2": (
@@ -217,9 +228,11 @@ SPECIAL_ROWS = {
     "granite": (BIASES, LOGITS_SCALE),
     "mistral": (Row(_read_window, lambda model: {"sliding_window": model.window}),),
     "mixtral": (
-        Row(partial(_read_window, default=None), lambda model: {"sliding_window": model.window}),
+        OPTIONAL_WINDOW,
         _experts("num_local_experts num_experts", 8),
     ),
+    "gpt_oss": (_windows(2, 128), _experts("num_local_experts num_experts", 128)),
+    "phi3": (EMBEDDING_DROPOUT, OPTIONAL_WINDOW, Row(_read_longrope, lambda model: {})),
     "qwen3_moe": (_experts("num_experts num_local_experts", 128),),
     "glm4_moe": (
         _experts("n_routed_experts num_local_experts", 128),

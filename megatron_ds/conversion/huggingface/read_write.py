@@ -53,8 +53,6 @@ from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-STATES = {"expert_bias": "e_score_correction_bias"}
-"""Their names of states, by ours."""
 TRANSPOSED_ROWS = 64
 """Rows that are transposed at once."""
 NTK = ("rope_ntk_factor", "max_position_embeddings")
@@ -162,6 +160,11 @@ class _Part:
     experts: int = 0
     """Experts that are stacked in our tensor; 0: it is no such one."""
 
+    def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
+        """Its shape, of our tensor's."""
+        shape = (len(self.rows), *ours[2 if self.experts else 1 :])
+        return shape[::-1] if self.is_transposed else shape
+
     def to_theirs(self, full: Tensor) -> Tensor:
         full = full.flatten(0, 1) if self.experts else full
         value = full[self.rows.start : self.rows.stop]
@@ -181,6 +184,25 @@ class _Part:
         return torch.cat([part.flatten(0, 1) for part in parts])
 
 
+@dataclass(frozen=True)
+class _Stack(_Part):
+    """A tensor of all experts, [experts, in, out] or [experts, out], with gate and up in turn."""
+
+    sections: int = 1
+    """Sections of our tensor that alternate in theirs."""
+
+    def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
+        return (ours[0], *reversed(ours[1:]))
+
+    def to_theirs(self, full: Tensor) -> Tensor:
+        value: Tensor = full.unflatten(1, (self.sections, -1)).transpose(1, 2).flatten(1, 2)
+        return value.transpose(1, -1).contiguous()
+
+    def to_ours(self, value: Tensor) -> Tensor:
+        rows: Tensor = value.transpose(1, -1).unflatten(1, (-1, self.sections))
+        return rows.transpose(1, 2).flatten(1, 2).contiguous()
+
+
 def _transposed(matrix: Tensor) -> Tensor:
     """The transposed matrix in memory of its own, copied in blocks of rows that fit the cache."""
     result = matrix.new_empty(matrix.shape[::-1])
@@ -193,19 +215,25 @@ def _transposed(matrix: Tensor) -> Tensor:
 def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
     """Their tensors, without the prefix, for each parameter of ours, in order."""
     model = settings.model
-    parts = {}
+    parts: dict[str, list[_Part]] = {}
     for name, weight in declared_weights(model, settings.moe).items():
         module, _, suffix = name.rpartition(".")
         layer, inner = None, module
         if module.startswith("layers."):
             _, layer, inner = module.split(".", 2)
-        theirs = family.names[module] if layer is None else family.inner[inner]
         path = "" if layer is None else f"{family.layer.format(layer)}."
-        suffix = STATES.get(suffix, suffix)
-        names = [f"{path}{stem}.{suffix}" for stem in theirs.split()]
+        if (complete := family.inner.get(f"{inner}.{suffix}")) is not None:
+            names = [f"{path}{complete}"]
+        else:
+            theirs = family.names[module] if layer is None else family.inner[inner]
+            names = [f"{path}{stem}.{suffix}" for stem in theirs.split()]
         spec, first = weight.shard, int(weight.is_stacked)
         is_cut = spec is not None and spec.dim == first
         sections = spec.sections if spec and is_cut else weight.shape[first : first + 1]
+        if weight.is_stacked and "{}" not in names[0]:
+            rows = range(weight.shape[0] * weight.shape[1])
+            parts[name] = [_Stack(names[0], rows, sections=len(sections))]
+            continue
         if len(names) == 1:
             sections = (sum(sections),)
         experts = weight.shape[0] if weight.is_stacked else 0
@@ -231,6 +259,10 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
 
 def _joined(parts: Sequence[_Part], tensors: Sequence[TensorReader]) -> TensorReader:
     """Our tensor of theirs."""
+    if isinstance(stack := parts[0], _Stack):
+        tensor = tensors[0]
+        shape = stack.shape(tensor.shape)
+        return TensorReader.full(shape, tensor.dtype, lambda: stack.to_ours(tensor.read()))
     shapes = [
         tensor.shape[::-1] if part.is_transposed else tensor.shape
         for part, tensor in zip(parts, tensors, strict=True)
@@ -267,8 +299,7 @@ def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
     tensors = {}
     for name, parts in _parts(family, source.settings).items():
         for part in parts:
-            shape = (len(part.rows), *ours[name].shape[2 if part.experts else 1 :])
-            shape = shape[::-1] if part.is_transposed else shape
+            shape = part.shape(ours[name].shape)
             lazy = TensorReader.full(
                 shape, ours[name].dtype, functools.partial(read_part, name, part)
             )

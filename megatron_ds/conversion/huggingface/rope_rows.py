@@ -8,6 +8,7 @@ written, which both read. The values are those that transformers takes from a fi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ds.config import ModelConfig
@@ -28,6 +29,7 @@ def rope(
     theta: float = 10000.0,
     window_theta: tuple[str, float] | None = None,
     every: int = 6,
+    scaling: Mapping[str, Any] | None = None,
 ) -> Row:
     """Rotary position embeddings.
 
@@ -40,10 +42,12 @@ def rope(
         window_theta: Key and default of the base in layers with a window, which are not scaled.
             None: all layers have the same base.
         every: Every how many layers one has no window, by default.
+        scaling: Default of the scaling. None: no scaling.
     """
 
     def read(config: ConfigValues) -> Fields:
-        value = config.get("rope_scaling", None) or config.get("rope_parameters", None) or {}
+        value = config.get("rope_scaling", None) or config.get("rope_parameters", None)
+        value = value or scaling or {}
         entries = value.items() if isinstance(value, dict) else ()
         by_type = {key: entry for key, entry in entries if isinstance(entry, dict)}
         if not isinstance(value, dict) or (by_type and FULL not in by_type):
@@ -61,19 +65,15 @@ def rope(
             if (rope_type := windowed.get("rope_type", "default")) != "default":
                 config.lack("scaling of rotary positions with a window", "rope_type", rope_type)
             other = windowed.number("rope_theta", float, config.get(key, default))
-            is_full = [layer_type == FULL for layer_type in layer_types(config, every)]
-            if other != base:
-                fields["rotary_base_per_layer"] = tuple(
-                    base if chosen else other for chosen in is_full
-                )
-            fields["rope_scaling_layers"] = pattern_of(is_full)
+            fields |= _fields_by_type(layer_types(config, every), base, other)
         elif by_type:
             config.lack("rotary positions that depend on the type of the layer", "rope", by_type)
         return fields
 
     def write(model: ModelConfig) -> dict[str, Any]:
         written: dict[str, Any] = {theta_key: model.rotary_base}
-        written["rope_scaling"] = write_scaling(model)
+        plain = None if scaling is None else {"rope_type": "default"}
+        written["rope_scaling"] = write_scaling(model) or plain
         if fraction_key is not None:
             written[fraction_key] = model.rotary_percent
         if window_theta is not None:
@@ -81,6 +81,20 @@ def rope(
         return written
 
     return Row(read, write)
+
+
+def _fields_by_type(types: Sequence[str], base: float, other: float) -> Fields:
+    """Fields of positions of layers without and with a window, of which the latter are not scaled.
+
+    Args:
+        types: Type of each layer.
+        base: Base of those without a window.
+        other: Base of those with one.
+    """
+    is_full = [layer_type == FULL for layer_type in types]
+    bases = tuple(base if chosen else other for chosen in is_full)
+    per_layer = {} if other == base else {"rotary_base_per_layer": bases}
+    return {**per_layer, "rope_scaling_layers": pattern_of(is_full)}
 
 
 def _write_bases(model: ModelConfig, theta_key: str, window_key: str) -> dict[str, Any]:

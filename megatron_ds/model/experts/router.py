@@ -46,6 +46,7 @@ class Router(StatefulModule):
 
     Args:
         weight: Matrix [experts, hidden].
+        bias: Added to the logits. None: nothing is.
         moe: How experts are selected and weighed.
         mesh: Process groups.
         init: Draws the initial weight.
@@ -59,11 +60,19 @@ class Router(StatefulModule):
     expert_bias: Tensor | None
 
     def __init__(
-        self, weight: Weight, moe: MoEConfig, mesh: Mesh, init: Initializer, log: RouterLog
+        self,
+        weight: Weight,
+        bias: Weight | None,
+        moe: MoEConfig,
+        mesh: Mesh,
+        *,
+        init: Initializer,
+        log: RouterLog,
     ) -> None:
         super().__init__()
         self.moe, self.log, self.sp_group, self.dp_sp_group = moe, log, mesh.sp, mesh.dp_sp
         self.weight = declared_parameter(weight, mesh.tp, init)
+        self.bias = None if bias is None else declared_parameter(bias, mesh.tp, init)
         self.dtype = torch.float64 if moe.moe_router_dtype == "fp64" else torch.float32
         self.is_sigmoid = moe.moe_router_score_function == "sigmoid"
         balancing = moe.moe_router_load_balancing_type
@@ -79,7 +88,8 @@ class Router(StatefulModule):
         moe, x_TH = self.moe, x_TH.to(self.dtype)
         if self.training and (eps := moe.moe_input_jitter_eps) is not None:
             x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - eps, 1 + eps)
-        logits_TE = F.linear(x_TH, self.weight.to(self.dtype))
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        logits_TE = F.linear(x_TH, self.weight.to(self.dtype), bias)
         z_loss = logits_TE.logsumexp(-1).square().mean()
         if moe.moe_router_force_load_balancing:
             logits_TE = logits_TE + (_random_like(logits_TE) - logits_TE).detach()

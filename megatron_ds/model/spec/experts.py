@@ -34,7 +34,8 @@ class ExpertsSpec(Part):
 
     def weights(self) -> Iterator[Weight]:
         model, moe, hidden = self.model, self.moe, self.model.hidden_size
-        yield Weight("router.weight", (moe.experts, hidden), std=model.init_method_std)
+        bias, std = moe.moe_router_bias, model.init_method_std
+        yield from linear_weights("router", (moe.experts, hidden), None, bias=bias, std=std)
         if moe.moe_router_enable_expert_bias:
             yield Weight("router.expert_bias", (moe.experts,), role=Role.STATE)
         for weight in self.expert.weights():

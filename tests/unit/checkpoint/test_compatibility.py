@@ -104,6 +104,7 @@ MOE: dict[str, Any] = {
     "moe_latent_size": 8,
     "moe_shared_expert_intermediate_size": 16,
     "moe_shared_expert_gate": True,
+    "moe_router_bias": True,
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5,

@@ -30,6 +30,9 @@ LLAMA: dict[str, Any] = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 6}
 EXPERTS |= {"router_aux_loss_coef": 0.0}
+GPT_OSS = {key: LLAMA[key] for key in LLAMA if key not in ("num_hidden_layers", "rope_parameters")}
+GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 5}
+GPT_OSS |= {"router_aux_loss_coef": 0.0}
 GLM = {"n_routed_experts": 8, "moe_intermediate_size": 24, "n_shared_experts": 2}
 GLM |= {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "pad_token_id": None}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
@@ -99,6 +102,22 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "glm4-moe-biases": lambda: transformers.Glm4MoeConfig(
         **LLAMA, **GLM, attention_bias=True, num_experts_per_tok=3
+    ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **GPT_OSS,
+        num_hidden_layers=4,
+        rope_parameters={**YARN, "truncate": False},
+        swiglu_limit=0.5,
+    ),
+    "gpt-oss-types": lambda: transformers.GptOssConfig(
+        **GPT_OSS,
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        layer_types=["full_attention", "sliding_attention"],
+        attention_bias=False,
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **{**LLAMA, "rope_parameters": HALF}, sliding_window=5, pad_token_id=None
     ),
     "pythia": lambda: transformers.GPTNeoXConfig(**NEOX, rope_parameters=HALF),
     "olmo2": lambda: transformers.Olmo2Config(**LLAMA),

@@ -108,8 +108,14 @@ def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     assert loaded.generation_config.eos_token_id == 1
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-layers", "glm4-moe"])
-def test_gradients_of_experts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mixtral", "qwen3-moe", "qwen3-moe-layers", "glm4-moe", "gpt-oss", "gpt-oss-types"),
+        *("phi3", "gemma3", "olmo3"),
+    ],
+)
+def test_gradients_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Written to files like weights, so that they have the same names."""
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path / "weights")
@@ -358,6 +364,9 @@ def test_layers_with_a_window_have_a_base_of_their_own(changes: dict[str, Any]) 
         ("llama", {"hidden_act": "mish"}, "mish"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"model_type": "olmo"}, "LayerNorm without weights"),
+        ("llama", {"model_type": "qwen3_next"}, "linear attention"),
+        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha: 1.5"),
+        ("phi3", {"rope_parameters": {"type": "yarn", "factor": 2.0}}, "LongRoPE"),
         ("qwen2", {"use_sliding_window": 1}, "use_sliding_window"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ("qwen3-moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),

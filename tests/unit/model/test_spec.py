@@ -37,6 +37,7 @@ OF_TODAY: dict[str, Any] = {
     "moe_latent_size": 8,
     "moe_shared_expert_intermediate_size": 24,
     "moe_shared_expert_gate": True,
+    "moe_router_bias": True,
 }
 MOE = {
     "dense": MoEConfig(),

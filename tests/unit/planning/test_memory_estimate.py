@@ -191,6 +191,7 @@ def test_activations_equal_what_autograd_saves(
 
 OF_TODAY = {
     "moe_router_score_function": "sigmoid",
+    "moe_router_bias": True,
     "moe_ffn_hidden_size": HIDDEN // 2,
     "moe_shared_expert_intermediate_size": HIDDEN,
     "moe_shared_expert_gate": True,
