@@ -17,7 +17,7 @@ from megatron_ds.config.devices import HOST, is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.deepspeed_file import Json, leaves
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
+from megatron_ds.engine.ds_config.fields import MAPPINGS, as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.keys import PASSED_KEYS, TABLES
 from megatron_ds.engine.ds_config.values import as_dtype
 from megatron_ds.engine.optimizers.adam_kernels import (
@@ -29,9 +29,8 @@ from megatron_ds.engine.optimizers.adam_kernels import (
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, FUSED_ADAM, CppOp
 from megatron_ds.model.spec.architecture import run_spec
 
-STEPS_PER_PRINT_OFF = 1 << 30
-"""A steps_per_print that is never reached: the training loop logs progress itself."""
-
+TOP_DEFAULTS: Json = TABLES["generated"]["top"]
+"""Top-level keys of every run, unless the file has them."""
 HALF_PRECISION_DEFAULTS: dict[str, Json] = TABLES["generated"]["half_precision"]
 """Keys that no field of the configuration has. With immediate_grad_update, a bf16 gradient is added
 to its fp32 accumulator and freed as soon as it is computed."""
@@ -90,23 +89,17 @@ def build_ds_config(
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": total // (micro * dp_size),
         "gradient_clipping": config.optimizer.clip_grad,
-        "prescale_gradients": False,
-        "gradient_predivide_factor": 1.0,
-        "steps_per_print": STEPS_PER_PRINT_OFF,
-        "wall_clock_breakdown": False,
-        # DeepSpeed's default waits for the device before each micro-batch and after each step.
-        "timers": {"throughput": {"enabled": False}},
-        "memory_breakdown": False,
-        "dump_state": False,
-        "disable_allgather": False,
-        "zero_allow_untested_optimizer": True,
+        **copy.deepcopy(TOP_DEFAULTS),
         "zero_force_ds_cpu_optimizer": config.optimizer.optimizer == "adam",
         "communication_data_type": accumulation,
         "data_types": {"grad_accum_dtype": accumulation},
         **_precision_blocks(precision, user),
         "zero_optimization": _zero_block(config, user, ranks, largest, is_cpu=is_host(device)),
         "optimizer": _optimizer_block(config, user, is_available),
-        "activation_checkpointing": _checkpointing_block(config),
+        "activation_checkpointing": {
+            **_mapped("activation_checkpointing", in_effect(config.recompute)),
+            "number_checkpoints": number_of_checkpoints(config),
+        },
     }
     if config.parallel.pipeline_model_parallel_size > 1:
         result["pipeline"] = copy.deepcopy(PIPELINE_BLOCK)
@@ -121,24 +114,22 @@ def build_ds_config(
 
 
 def _precision_blocks(precision: PrecisionConfig, user: Json) -> Json:
-    has_bf16_masters = in_effect(precision).bf16_master_weights
     return {
         "fp16": {
             **_passed(user, "fp16"),
-            "enabled": precision.fp16,
+            **_mapped("fp16", precision),
             "loss_scale": precision.loss_scale or 0,
             "initial_scale_power": int(math.log2(precision.initial_loss_scale)),
-            "loss_scale_window": precision.loss_scale_window,
-            "hysteresis": precision.hysteresis,
             "min_loss_scale": int(precision.min_loss_scale),
         },
-        "bf16": {
-            **_passed(user, "bf16"),
-            "enabled": precision.bf16,
-            "bf16_master_weights_and_grads": has_bf16_masters,
-            "bf16_optimizer_states": has_bf16_masters,
-        },
+        "bf16": {**_passed(user, "bf16"), **_mapped("bf16", in_effect(precision))},
     }
+
+
+def _mapped(block: str, options: object) -> Json:
+    """The keys of a block with the values of their fields."""
+    rows = ((*key.rpartition("."), name) for key, name, _ in MAPPINGS)
+    return {key: getattr(options, name) for above, _, key, name in rows if above == block}
 
 
 def value_origins(config: Config) -> dict[str, str]:
@@ -386,15 +377,3 @@ def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> J
     # DeepSpeed does not know apex: `build_engine` passes its optimizer.
     name = "ApexFusedAdam" if kernel is AdamKernel.APEX else "AdamW"
     return {"type": name, "params": params}
-
-
-def _checkpointing_block(config: Config) -> Json:
-    recompute = in_effect(config.recompute)
-    return {
-        "partition_activations": recompute.partition_activations,
-        "cpu_checkpointing": recompute.checkpoint_in_cpu,
-        "contiguous_memory_optimization": recompute.contiguous_checkpointing,
-        "number_checkpoints": number_of_checkpoints(config),
-        "synchronize_checkpoint_boundary": recompute.synchronize_each_layer,
-        "profile": recompute.profile_backward,
-    }
