@@ -58,7 +58,9 @@ PARTS_OF_FAMILIES = (
     *("gelu_kind", "add_bias_linear", "qkv_bias", "embed_layernorm", "norm_epsilon"),
     *("rotary_percent", "untie_embeddings_and_output_weights", "attention_dropout"),
     *("hidden_dropout", "init_method_std", "norm_position", "parallel_residual"),
-    *("apply_layernorm_1p", "qk_layernorm", "qk_layernorm_scope"),
+    *("apply_layernorm_1p", "qk_layernorm", "qk_layernorm_scope", "softmax_type"),
+    *("activation_func_clamp_value", "glu_linear_offset", "rotary_scaling_factor"),
+    *("yarn_correction_range_round_to_int", "no_rope_freq", "rotary_interleaved"),
 )
 SMALL_CONFIG = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),

@@ -28,6 +28,11 @@ SMALLER = {
     "window_size": "7,0",
     "vocab_size": 90,
     "num_experts": (4,),
+    "moe_layer_freq": "[0,1]",
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 48,
+    "rotary_base_per_layer": (1e4, 1e6),
 }
 """Tiny values of options that a preset sets."""
 RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 4 --data-path x"
