@@ -71,7 +71,7 @@ def dense_logits(
         count = 2 * len(rates)
         angles = positions_BS.double().unsqueeze(-1) * torch.tensor(rates, dtype=torch.double)
         turn = torch.polar(torch.full_like(angles, factor), angles)
-        if config.rotary_interleaved:
+        if config.rotary_interleaved or config.multi_latent_attention:
             turned = torch.complex(x[..., 0:count:2], x[..., 1:count:2]) * turn
             rotated = torch.view_as_real(turned).flatten(-2)
         else:
@@ -79,7 +79,39 @@ def dense_logits(
             rotated = torch.cat([turned.real, turned.imag], dim=-1)
         return torch.cat([rotated, x[..., count:]], dim=-1)
 
+    def causal(scores: Tensor) -> Tensor:
+        return scores.masked_fill(hidden_BSS, -math.inf).softmax(-1)
+
+    def latent_attention(x: Tensor, name: str) -> Tensor:
+        """Of DeepSeek-V2 and V3; a pair of rotated features are neighbours."""
+
+        def latent(part: str) -> Tensor:
+            down = linear(x, f"{name}.{part}_down")[..., : w[f"{name}.{part}_up.weight"].shape[1]]
+            return norm(down, f"{name}.{part}_norm") if config.qk_layernorm else down
+
+        def turned(part: Tensor) -> Tensor:
+            return rotate(part, int(name.split(".")[1]))
+
+        has_latent = config.q_lora_rank is not None
+        q = linear(latent("q"), f"{name}.q_up") if has_latent else linear(x, f"{name}.q")
+        shared_k = turned(linear(x, f"{name}.kv_down")[..., -config.qk_pos_emb_head_dim :])
+        kv, plain, outputs = linear(latent("kv"), f"{name}.kv_up"), config.qk_head_dim, []
+        scale = config.softmax_scale or (plain + config.qk_pos_emb_head_dim) ** -0.5
+        if config.position_embedding_type == "yarn":
+            growth = math.log(config.rotary_scaling_factor)
+            scale *= (1 + 0.1 * config.mscale_all_dim * growth) ** 2
+        for head, (one_q, one_kv) in enumerate(
+            zip(q.chunk(heads, -1), kv.chunk(heads, -1), strict=True)
+        ):
+            scores = one_q[..., :plain] @ one_kv[..., :plain].transpose(1, 2)
+            scores = scores + turned(one_q[..., plain:]) @ shared_k.transpose(1, 2)
+            kept = drop(causal(scores * scale), f"{name}.{head}")
+            outputs.append(kept @ one_kv[..., plain:])
+        return linear(torch.cat(outputs, dim=-1), f"{name}.proj")
+
     def attention(x: Tensor, name: str) -> Tensor:
+        if config.multi_latent_attention:
+            return latent_attention(x, name)
         number = int(name.split(".")[1]) + 1
         is_full = skipped is not None and number % int(skipped) == 0
         hidden = hidden_BSS if is_full else hidden_BSS | too_far
@@ -186,6 +218,7 @@ def is_chosen(pattern: str, number: int) -> bool:
 def rope_rates(config: Any, layer: int) -> tuple[list[float], float]:
     """Angle per position of each pair of a layer's dimensions, and the factor of both."""
     size = config.kv_channels or config.hidden_size // config.num_attention_heads
+    size = config.qk_pos_emb_head_dim if config.multi_latent_attention else size
     half, scaled = int(size * config.rotary_percent) // 2, []
     base = (*config.rotary_base_per_layer, *[config.rotary_base] * config.num_layers)[layer]
     if not is_chosen(config.rope_scaling_layers, layer + 1):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.attention.latent import LatentAttention
 from megatron_ds.model.attention.self_attention import Attention, KeyValueCache
 from megatron_ds.model.kernels.elementwise import EAGER, Elementwise
 from megatron_ds.model.mlp import MLP
@@ -60,7 +61,8 @@ class Block(nn.Module):
             return build_norm(NormSpec(config), name, group) if form.norms[key] else nn.Identity()
 
         self.attention_norm = norm("attention_norm")
-        self.attention = Attention(
+        attention_type = LatentAttention if config.multi_latent_attention else Attention
+        self.attention = attention_type(
             config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
         self.rule = self.attention.rule

@@ -141,17 +141,28 @@ class _Messages:
         sums = self.count * passes * sum(part.statistics for part in parts)
         of_norms = sums * FP32 * self.tokens
         yield Traffic("all-reduce", "tp", "statistics of norms", of_norms, size, sums)
+        latents, features = self.count * sum(part.latents > 0 for part in parts), "latent vectors"
+        size_of_latents = sum(part.latents for part in parts) * self.tokens * self.count
+        size_of_latents *= self.inputs.param_bytes
+        # Their gradients are summed instead of those of the hidden states.
+        replaced = sum(part.regions > 0 and not part.sums_inputs for part in parts)
         if not self.parallel.sequence_parallel:
+            yield Traffic("all-reduce", "tp", features, size_of_latents, size, latents)
             # Recomputation ends before the last sum of a layer, which no gradient needs.
-            sums = regions * passes - self.layers * self.is_recomputed + first + last
+            sums = regions * passes - replaced - self.layers * self.is_recomputed + first + last
             if self.is_recomputed and not self.config.moe.moe_shared_expert_gate:
                 sums -= self.shared
             sums = self.count * (sums + round(self.sparse * (expert_sums - 2)))
             yield Traffic("all-reduce", "tp", hidden, sums * self.stream, size, sums)
             return
+        enters = passes - 1
+        yield Traffic(
+            "all-gather", "tp", features, enters * size_of_latents, size, enters * latents
+        )
+        yield Traffic("reduce-scatter", "tp", features, size_of_latents, size, latents)
         # What a projection has gathered is gathered again for the gradient of its weight.
-        gathers = regions * (passes + 1) + first + last - self.sparse
-        scatters = (regions - self.sparse) * passes + first + last
+        gathers = regions * (passes + 1) + first + last - self.sparse - passes * replaced
+        scatters = (regions - self.sparse) * passes + first + last - replaced
         for operation, what, messages in (
             ("all-reduce", "rows of experts", round(self.count * self.sparse * expert_sums)),
             ("all-gather", hidden, self.count * gathers),
@@ -168,7 +179,9 @@ class _Messages:
 
     def of_ulysses(self) -> Iterator[Traffic]:
         """Queries, keys and values before attention, its output after it, and their gradients."""
-        q, kv = AttentionSpec.of(self.model, 0).exchanged(self.tp_size, self.sp_size)
+        attention = self.spec.blocks[0].parts["attention"]
+        assert isinstance(attention, AttentionSpec)
+        q, kv = attention.exchanged(self.tp_size, self.sp_size)
         exchanged = self.tokens * self.inputs.param_bytes * (2 * q + 2 * kv)
         passes = 3 if self.is_recomputed else 2
         messages = self.count * self.layers * passes

@@ -38,13 +38,15 @@ CASES = (
     # Fused queries, keys and values of different sizes, and a fused gate.
     Case(2, 1, 1, 4, "swiglu", "muon"),
     Case(2, 2, 1, 4, "gqa", "muon"),
-    Case(2, 3, 2, 4, "both", "muon"),
+    Case(2, 3, 2, 4, "latent", "muon"),
     Case(4, 1, 2, 1, "gqa", "muon"),
     # Embeddings and output layer in groups of their own.
     Case(2, 0, 2, 4, "reordered", "grouped"),
     Case(2, 1, 1, 4, "norm stream", "grouped"),
     Case(2, 3, 2, 4, "reordered", "grouped"),
     Case(2, 0, 2, 4, "parallel", "adamw"),
+    Case(2, 1, 1, 4, "latent", "adamw", sp=2),
+    Case(2, 1, 2, 4, "latent", "adamw", {"parallel": {"sequence_parallel": True}}),
 )
 SMOKE = CASES[:4]
 """One case of each ZeRO stage."""

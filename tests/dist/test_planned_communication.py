@@ -66,6 +66,16 @@ LLAMA = {
     "qk_layernorm": True,
     "qk_layernorm_scope": "all-heads",
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_layernorm": True,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+}
 TP, PP, SP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -88,6 +98,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"zero_stage": 3},
     "zero2 fp32, llama": {"zero_stage": 2, "fp32": True, "model": LLAMA},
     "zero1 tp2": {"zero_stage": 1, TP: 2},
+    "zero2 tp2, latent attention": {"zero_stage": 2, TP: 2, "model": LATENT},
+    "zero1 tp2 sp2, latent attention without a vector of queries": {
+        "zero_stage": 1,
+        TP: 2,
+        SP: 2,
+        "model": {**LATENT, "q_lora_rank": None},
+    },
+    "zero1 tp2 sequence parallel, latent attention, full recomputation": {
+        "zero_stage": 1,
+        TP: 2,
+        "sequence_parallel": True,
+        "model": LATENT,
+        "recompute": FULL,
+    },
     "zero2 tp2, llama": {"zero_stage": 2, TP: 2, "model": LLAMA},
     "zero1 tp4 sequence parallel": {"zero_stage": 1, TP: 4, "sequence_parallel": True},
     "zero1 tp2 sequence parallel, llama, full recomputation": {
@@ -137,6 +161,7 @@ IN_MAKE_TEST = (
     *("zero0 fp32", "zero2 tp2, llama", "zero3 sp2, llama", "zero1 pp2 tp2 experts"),
     *(
         "zero1 tp2 sequence parallel, llama, full recomputation",
+        "zero1 tp2 sequence parallel, latent attention, full recomputation",
         "zero2 ep4, every second layer",
         "zero1 ep2 tp2 sequence parallel",
     ),

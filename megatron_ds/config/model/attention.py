@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.fields import ANY_VALUE, exclusive_problem, option_field, when
+from megatron_ds.config.model.latent import LatentConfig
 from megatron_ds.config.model.layer_pattern import layer_pattern
-from megatron_ds.config.model.sizes import SizesConfig, size_field
+from megatron_ds.config.model.sizes import size_field
 from megatron_ds.config.problems import Problem
 
 WINDOW = re.compile(r"\s*[\[(]?\s*(-1|\d+)\s*(,\s*(?:-1|\d+)\s*)?[\])]?\s*")
@@ -21,7 +22,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class AttentionConfig(SizesConfig):
+class AttentionConfig(LatentConfig):
     """Heads of attention, and the keys that a token attends to."""
 
     num_query_groups: int | None = size_field(
@@ -126,6 +127,7 @@ class AttentionConfig(SizesConfig):
         """Check the norms of queries and keys, the gates, the window and its pattern."""
         if self.qk_layernorm and self.qk_l2_norm:
             yield exclusive_problem("qk_layernorm", "qk_l2_norm")
+        yield from self.latent_problems()
         if self.attention_output_gate and self.head_wise_attn_gate:
             yield exclusive_problem("attention_output_gate", "head_wise_attn_gate")
         try:

@@ -88,7 +88,8 @@ class ModelConfig(
 
     def _shape_problems(self) -> Iterator[Problem]:
         hidden, heads = self.hidden_size, self.num_attention_heads
-        if self.kv_channels is None and hidden % heads:
+        has_latents = self.multi_latent_attention
+        if self.kv_channels is None and hidden % heads and not has_latents:
             yield Problem(
                 "hidden-size-not-divisible-by-heads",
                 settings=self,

@@ -117,7 +117,7 @@ class PositionConfig(SizesConfig):
     @property
     def rotated_size(self) -> int:
         """Dimensions of a head that rope rotates."""
-        return int(self.head_dim * self.rotary_percent)
+        return int(self.rotated_dim * self.rotary_percent)
 
     @property
     def rotary_bases(self) -> tuple[float, ...]:
@@ -171,7 +171,7 @@ class PositionConfig(SizesConfig):
             yield Problem(
                 "odd-rotary-dimension",
                 settings=self,
-                head_dim=self.head_dim,
+                head_dim=self.rotated_dim,
                 rotated=rotated,
                 nearest_multiples=nearest_multiples(rotated, 2),
             )

@@ -29,3 +29,8 @@ class SizesConfig:
     @property
     def head_dim(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotated_dim(self) -> int:
+        """Dimensions of a head of which RoPE rotates a fraction."""
+        return self.head_dim

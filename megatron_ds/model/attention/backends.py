@@ -158,21 +158,21 @@ def selected_backend(
         row = torch.empty(shape[-1], dtype=dtype, device=device, requires_grad=True)
         return row.expand(shape)
 
-    def heads(count: int) -> torch.Tensor:
-        return empty(batch, max(1, count // shards), queries, config.head_dim)
+    def heads(count: int, size: int) -> torch.Tensor:
+        return empty(batch, max(1, count // shards), queries, size)
 
-    q, k = heads(config.num_attention_heads), heads(config.kv_heads)
+    q = heads(config.num_attention_heads, config.head_dim)
+    k, v = (heads(config.kv_heads, size) for size in (config.head_dim, config.value_dim))
     bias = empty(1, q.shape[1], queries, queries).detach() if rule.has_mask(queries) else None
     has_groups = q.shape[1] != k.shape[1]
     if bias is not None and not is_host(device.type):
         # The keys and values are repeated for their queries.
-        k, has_groups = q, False
+        k, v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        has_groups = False
     try:
         with backends_in_order(order, device):
             choice = torch._fused_sdp_choice(
-                q,
-                k,
-                k,
+                *(q, k, v),
                 attn_mask=bias,
                 dropout_p=config.attention_dropout,
                 is_causal=bias is None,

@@ -45,6 +45,11 @@ class YarnScaling(RopeScaling):
         log = math.log(self.factor)
         return (0.1 * self.mscale * log + 1) / (0.1 * self.mscale_all_dim * log + 1)
 
+    @property
+    def latent_scale(self) -> float:
+        """Factor of the scores of multi-latent attention."""
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
+
     def bounds(self, rope: Rope) -> tuple[float, float]:
         """The pairs of dimensions up to which no rotation, and from which on each, is slower."""
 
@@ -113,6 +118,10 @@ def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
     ropes = _ropes(config) if config.is_rotary else (None,) * config.num_layers
     has_alibi = config.position_embedding_type == "alibi"
     scale, softcap = config.softmax_scale, config.attn_logit_softcapping
+    if scale is None and config.multi_latent_attention:  # whatever the size of the cached keys
+        scaling = _scaling(config)
+        scale = scaling.latent_scale if isinstance(scaling, YarnScaling) else 1.0
+        scale *= config.head_dim**-0.5
     others = scale, softcap, config.softmax_type != "vanilla"
     return tuple(
         AttentionRule(rope, has_alibi, window, *others)
@@ -130,7 +139,7 @@ def _ropes(config: ModelConfig) -> tuple[Rope | None, ...]:
         else Rope(
             base,
             config.rotated_size,
-            config.rotary_interleaved,
+            config.rotary_interleaved or config.multi_latent_attention,
             scaling if is_scaled else None,
         )
         for base, lacks_rope, is_scaled in layers

@@ -10,7 +10,7 @@ head size, L keys (cached ones included).
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -75,6 +75,10 @@ class Attention(nn.Module):
         checkpointing: Recomputes the attention core (selective recomputation). None: it is stored.
     """
 
+    spec_type: ClassVar[type[AttentionSpec]] = AttentionSpec
+    q_norm: nn.Module
+    k_norm: nn.Module
+
     def __init__(
         self,
         config: ModelConfig,
@@ -91,19 +95,18 @@ class Attention(nn.Module):
         self.rng = rng
         self.checkpointing = checkpointing
         self.elementwise = EAGER
-        spec = AttentionSpec.of(config, layer)
+        spec = self.spec_type.of(config, layer)
         self.rule = spec.rule
         self.local_sizes = [size // group.size for size in spec.sections]
         self.gate_size = config.gate_size // group.size
         kv_heads = config.kv_heads // group.size
         self.local_heads = [config.num_attention_heads // group.size, kv_heads, kv_heads]
         name = f"layers.{layer}.attention"
-        self.qkv = ColumnParallelLinear(*spec.layer(name, "qkv"), group=group, init=init)
+        self._add_projections(spec, name, init)
         self.proj = RowParallelLinear(*spec.layer(name, "proj"), group=group, init=init)
         self.has_norms = bool(spec.norms)
-        if self.has_norms:
-            norms = (build_norm(norm, f"{name}.{key}", group) for key, norm in spec.norms.items())
-            self.q_norm, self.k_norm = norms
+        for key, norm in spec.norms.items():
+            self.add_module(key, build_norm(norm, f"{name}.{key}", group))
         self.norms_all_heads = any(norm.is_sharded for norm in spec.norms.values())
         self.has_sinks = config.softmax_type != "vanilla"
         weight = spec.named(name).get("sinks")
@@ -164,6 +167,10 @@ class Attention(nn.Module):
             attended = attended * gate.sigmoid().view(*attended.shape[:3], -1)
         out_SBH: Tensor = self.proj(attended.flatten(2))
         return out_SBH
+
+    def _add_projections(self, spec: AttentionSpec, name: str, init: Initializer) -> None:
+        """Build what `project_gated` multiplies by."""
+        self.qkv = ColumnParallelLinear(*spec.layer(name, "qkv"), group=self.group, init=init)
 
     @property
     def _has_own_stream(self) -> bool:

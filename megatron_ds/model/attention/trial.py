@@ -197,9 +197,11 @@ def _max_relative_error(
     alone = replace(keys, queries=compared, has_documents=True, packed=find(tokens[:, :compared]))
     kv_heads = max(1, config.kv_heads // shards)
     local_heads = config.num_attention_heads // shards, kv_heads, kv_heads
-    shape = length, micro_batch, sum(local_heads) * config.head_dim
+    dims = config.head_dim, config.head_dim, config.value_dim
+    sizes = [heads * size for heads, size in zip(local_heads, dims, strict=True)]
+    shape = length, micro_batch, sum(sizes)
     qkv = torch.randn(shape, generator=generator).to(keys.device, keys.dtype).requires_grad_()
-    grad = torch.randn((*shape[:2], local_heads[0], config.head_dim), generator=generator)
+    grad = torch.randn((*shape[:2], local_heads[0], config.value_dim), generator=generator)
     grad = grad.permute(1, 2, 0, 3).to(keys.device, keys.dtype)
     grad[:, :, compared:] = 0
     tables = MaskTables(torch.linspace(0.1, 0.5, local_heads[0]).tolist())
@@ -209,8 +211,8 @@ def _max_relative_error(
     eager = EagerBackend() if rule.needs_scores else PerDocumentBackend()
     for backend, inputs in ((kernel, keys), (eager, alone)):
         size = inputs.queries
-        parts = qkv[:size].split([heads * config.head_dim for heads in local_heads], dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
+        parts = zip(qkv[:size].split(sizes, dim=-1), dims, strict=True)
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in parts)
         if rule.rope is not None:  # both are rotated in one tensor
             q, k = torch.cat([q, k], dim=2).split([q.shape[2], k.shape[2]], dim=2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))

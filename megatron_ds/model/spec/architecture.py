@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig
 from megatron_ds.model.spec.experts import ExpertsSpec
+from megatron_ds.model.spec.latent import MLASpec
 from megatron_ds.model.spec.parts import (
     AttentionSpec,
     EmbeddingSpec,
@@ -185,7 +186,8 @@ def model_spec(
     dense, sparse, form = FeedForwardSpec(model), ExpertsSpec(model, moe), residual_form(model)
 
     def block(layer: int) -> Layer:
-        mixer = AttentionSpec.of(model, layer)
+        attention = MLASpec if model.multi_latent_attention else AttentionSpec
+        mixer = attention.of(model, layer)
         mlp = sparse if moe.has_experts(layer) else dense
         parts: dict[str, Part] = {}
         for key, part in (("attention", mixer), ("mlp", mlp)):

@@ -84,6 +84,16 @@ class Part:
     """Sums over the tensor-parallel ranks in a forward pass, as many in a backward pass."""
 
     @property
+    def latents(self) -> int:
+        """Features of a token that enter the computation of these ranks besides hidden states."""
+        return 0
+
+    @property
+    def sums_inputs(self) -> bool:
+        """Whether one of the sums of a backward pass is of the hidden states' gradient."""
+        return self.regions > 0
+
+    @property
     def statistics(self) -> int:
         """Numbers of a token, in fp32, that these ranks sum besides, in the same passes."""
         return 0
@@ -187,7 +197,7 @@ class NormSpec(Part):
 
     def saved(self, run: Pass) -> int:
         element = FP32 if self.is_wide else run.element
-        is_copied = self._is_composed(run) and element < FP32
+        is_copied = self.is_composed(run) and element < FP32
         size = 0 if is_copied else run.residual // run.element * element
         return self.computed(run.tokens // run.shards, run) + size
 
@@ -197,7 +207,7 @@ class NormSpec(Part):
         Of a sharded dimension, the vectors are heads.
         """
         size = self.size or self.model.hidden_size
-        is_composed = self._is_composed(run)
+        is_composed = self.is_composed(run)
         if self.is_sharded:
             size, is_composed = self.model.head_dim, is_composed or run.tp_size > 1
         if self.model.normalization == "LayerNorm" and self.has_weight and not is_composed:
@@ -207,7 +217,7 @@ class NormSpec(Part):
         copies = FP32 if is_wide else FP32 + 2 * run.element
         return vectors * FP32 + elements * copies
 
-    def _is_composed(self, run: Pass) -> bool:
+    def is_composed(self, run: Pass) -> bool:
         """Whether torch composes it of several operations, on a copy of the input in fp32."""
         return run.on_cpu and not (self.model.normalization == "LayerNorm" and self.has_weight)
 

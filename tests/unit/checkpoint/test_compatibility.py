@@ -33,6 +33,7 @@ from tests.unit.checkpoint.fakes import Managers, save
 
 ROPE = {"position_embedding_type": "rope"}
 YARN = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 2}
+LATENT = {**ROPE, "multi_latent_attention": True}
 MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
     "num_layers": (3, {}),
     "hidden_size": (16, {}),
@@ -74,6 +75,12 @@ MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
     "output_layer_bias": (True, {}),
     "add_attention_bias": (False, {}),
     "softmax_scale": (0.3, {}),
+    "multi_latent_attention": (True, ROPE),
+    "q_lora_rank": (8, LATENT),
+    "kv_lora_rank": (8, LATENT),
+    "qk_head_dim": (8, LATENT),
+    "qk_pos_emb_head_dim": (8, LATENT),
+    "v_head_dim": (8, LATENT),
     "attn_logit_softcapping": (50.0, {}),
     "softmax_type": ("learnable", {}),
     "attention_output_gate": (True, {}),

@@ -143,6 +143,35 @@ def test_rope_is_that_of_a_dense_forward_pass(name: str) -> None:
     assert_equal(found_packed, dense_logits(model.config, weights, tokens, **where))
 
 
+LATENT = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"q_lora_rank": 14, "qk_layernorm": True}, {}, {**YARN, "mscale_all_dim": 2.0}],
+)
+def test_latent_attention_is_that_of_a_dense_forward_pass(options: dict[str, Any]) -> None:
+    """Also of tokens that continue a cache, which has the latent vectors and the shared keys."""
+    model = build(**{**LATENT, **options}, normalization="RMSNorm", num_attention_heads=2)
+    expected = dense_logits(model.config, dict(model.named_parameters()), TOKENS)
+    assert_equal(logits(model), expected)
+    cache, parts = PreallocatedCache(2, LENGTH, torch.empty(0)), []
+    with torch.no_grad():
+        for start, end in ((0, 5), (5, 8), (8, 9), (9, LENGTH)):
+            view = cache.view(0, [end - start] * 2)
+            parts.append(model(TOKENS[:, start:end], cache=view)[..., :VOCAB])
+    assert_equal(torch.cat(parts, dim=1), expected)
+    k, v = cache.buffers(0, parts[0], parts[0], LENGTH)
+    assert (k.shape[1], k.shape[3], v.shape[1], v.shape[3]) == (1, 10, 1, 4)
+
+
 @claim(
     "parallel",
     "and the logits of a dense forward pass that is written out, for every activation, norm and "
