@@ -198,6 +198,7 @@ SAME_DEFAULTS = {
     "--position-embedding-type", "--recompute-num-layers", "--split", "--vocab-size",
     "--zero-stage",
     "--pp-partition-method",  # None stands for type:transformer
+    "--rotary-seq-len-interpolation-factor",  # None stands for 1
     "--profile-ranks", "--wandb-exp-name", "--wandb-project", "--wandb-save-dir",
 }  # fmt: skip
 """Flags whose peer's default is spelled differently, or is that of another name."""
