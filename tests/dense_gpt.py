@@ -19,6 +19,13 @@ def no_dropout(x: Tensor, place: str) -> Tensor:
 
 
 def dense_logits(
+    config: Any, weights: Mapping[str, Tensor], tokens_BS: Tensor, **options: Any
+) -> Tensor:
+    """Logits [B, S, vocabulary] of the next token; see `dense_predictions`."""
+    return dense_predictions(config, weights, tokens_BS, **options)[0]
+
+
+def dense_predictions(
     config: Any,
     weights: Mapping[str, Tensor],
     tokens_BS: Tensor,
@@ -27,8 +34,8 @@ def dense_logits(
     positions_BS: Tensor | None = None,
     drop: Callable[[Tensor, str], Tensor] = no_dropout,
     experts: Callable[[Tensor, str], Tensor] | None = None,
-) -> Tensor:
-    """Logits [B, S, vocabulary].
+) -> list[Tensor]:
+    """Logits [B, S, vocabulary] of the next token, and of each further one that is predicted.
 
     Args:
         config: Has the options of the model as attributes.
@@ -90,7 +97,7 @@ def dense_logits(
             return norm(down, f"{name}.{part}_norm") if config.qk_layernorm else down
 
         def turned(part: Tensor) -> Tensor:
-            return rotate(part, int(name.split(".")[1]))
+            return rotate(part, min(int(name.split(".")[1]), config.num_layers - 1))
 
         has_latent = config.q_lora_rank is not None
         q = linear(latent("q"), f"{name}.q_up") if has_latent else linear(x, f"{name}.q")
@@ -112,7 +119,7 @@ def dense_logits(
     def attention(x: Tensor, name: str) -> Tensor:
         if config.multi_latent_attention:
             return latent_attention(x, name)
-        number = int(name.split(".")[1]) + 1
+        number = min(int(name.split(".")[1]) + 1, config.num_layers)
         is_full = skipped is not None and number % int(skipped) == 0
         hidden = hidden_BSS if is_full else hidden_BSS | too_far
         sizes = [heads * size, groups * size, groups * size]
@@ -158,12 +165,13 @@ def dense_logits(
             return linear(activate(x, config), f"{name}.fc_out")
         return linear(gated(x, config), f"{name}.fc_out")
 
-    x = w["embedding.word.weight"][tokens_BS]
-    if config.embed_layernorm:
-        x = norm(x, "embedding.norm")
-    if config.position_embedding_type == "learned_absolute":
-        x = x + w["embedding.position.weight"][positions_BS]
-    x = drop(x * config.embedding_multiplier, "embedding")
+    def embed(tokens_BS: Tensor, positions_BS: Tensor, place: str) -> Tensor:
+        x = w["embedding.word.weight"][tokens_BS]
+        if config.embed_layernorm:
+            x = norm(x, "embedding.norm")
+        if config.position_embedding_type == "learned_absolute":
+            x = x + w["embedding.position.weight"][positions_BS]
+        return drop(x * config.embedding_multiplier, place)
 
     def branch(read: Tensor, name: str) -> Tensor:
         """What attention or the MLP adds, of what it reads."""
@@ -172,13 +180,12 @@ def dense_logits(
             y = norm(y, f"{name}_post_norm")
         return drop(config.residual_multiplier * y, name)
 
-    for layer in range(config.num_layers):
+    def run(x: Tensor, layer: int) -> Tensor:
         first, second = f"layers.{layer}.attention", f"layers.{layer}.mlp"
         if config.parallel_residual is not None:
             one = norm(x, f"{first}_norm")
             other = one if config.parallel_residual == "shared" else norm(x, f"{second}_norm")
-            x = x + branch(one, first) + branch(other, second)
-            continue
+            return x + branch(one, first) + branch(other, second)
         for name in (first, second):
             match config.norm_position:
                 case "before" if config.apply_residual_connection_post_layernorm:
@@ -190,13 +197,44 @@ def dense_logits(
                     x = x + branch(x, name)
                 case "after":
                     x = norm(x + branch(x, name), f"{name}_post_norm")
-    head = "head" if config.untie_embeddings_and_output_weights else "embedding.word"
-    logits = norm(x, "final_norm") @ w[f"{head}.weight"][: config.vocab_size].T
-    logits = config.logits_multiplier * logits
-    if config.output_layer_bias:
-        logits = logits + w["head.bias"][: config.vocab_size]
-    cap = config.final_logit_softcapping
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+        return x
+
+    def output(x: Tensor) -> Tensor:
+        head = "head" if config.untie_embeddings_and_output_weights else "embedding.word"
+        logits = config.logits_multiplier * (x @ w[f"{head}.weight"][: config.vocab_size].T)
+        if config.output_layer_bias:
+            logits = logits + w["head.bias"][: config.vocab_size]
+        cap = config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    x = embed(tokens_BS, positions_BS, "embedding")
+    for layer in range(config.num_layers):
+        x = run(x, layer)
+    x = norm(x, "final_norm")
+    logits = [output(x)]
+    positions_BS = positions_BS.expand_as(tokens_BS)
+    for depth in range(config.mtp_num_layers):
+        # Beyond the end, where no loss counts, token 0 follows; a router sees it.
+        tokens_BS, positions_BS = (
+            rolled(values, documents_BS) for values in (tokens_BS, positions_BS)
+        )
+        name = f"predictions.{depth}"
+        embedded = norm(embed(tokens_BS, positions_BS, name), f"{name}.embedding_norm")
+        both = torch.cat([embedded, norm(x, f"{name}.hidden_norm")], dim=-1)
+        x = run(linear(both, f"{name}.projection"), config.num_layers + depth)
+        x = norm(x, f"{name}.output_norm")
+        logits.append(output(x))
+    return logits
+
+
+def rolled(values_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
+    """The value of the next token, 0 after the last one of a sample or document."""
+    rows = []
+    documents = torch.zeros_like(values_BS) if documents_BS is None else documents_BS
+    for row, numbers in zip(values_BS.tolist(), documents.tolist(), strict=True):
+        pairs = zip(row[1:], numbers, numbers[1:], strict=False)
+        rows.append([*(value if own == after else 0 for value, own, after in pairs), 0])
+    return torch.tensor(rows, dtype=values_BS.dtype)
 
 
 def gated(x: Tensor, config: Any) -> Tensor:

@@ -334,6 +334,7 @@ def convert_checkpoint(options: Options) -> None:
         tp_size=options.target_tensor_parallel_size,
         pp_size=options.target_pipeline_parallel_size,
         adam=options.target_adam,
+        warn=print_error,
     )
     total = source.nbytes
     with tensor_progress("converting", total) as tensors:

@@ -122,6 +122,14 @@ class SourceCheckpoint:
         """The checked weights alone."""
         return dataclasses.replace(self, optimizer={}).checked()
 
+    def without_predictions(self) -> SourceCheckpoint:
+        """The weights without those of multi-token prediction."""
+        fixed = {**self.settings.fixed, "mtp_num_layers": 0}
+        settings = dataclasses.replace(self.settings, fixed=fixed)
+        names = declared_weights(settings.model, settings.moe)
+        tensors = {name: self.tensors[name] for name in names}
+        return dataclasses.replace(self, settings=settings, tensors=tensors)
+
     def checked(self, *, may_be_padded: bool = True) -> SourceCheckpoint:
         """This source, without padding of the vocabulary that has no part in the loss.
 
@@ -201,6 +209,8 @@ class WriteOptions:
     """Implementation of Adam that loads the states of a training run: "fused", of Transformer
     Engine or apex, or "torch", torch's AdamW."""
     shard_bytes: int = SHARD_BYTES
+    warn: Callable[[str], None] = lambda text: None
+    """Called with each warning."""
 
 
 READ_DEFAULTS, READ_UNVERIFIED = ReadOptions(), ReadOptions(checksums=False)

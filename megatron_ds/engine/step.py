@@ -25,7 +25,7 @@ from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.train_state import StepPlan, StepResult
 
 WeightedBatch = tuple[DeviceBatch, Tensor | None]
-"""A micro-batch, and the factor of its summed loss; None for the mean over its tokens."""
+"""A micro-batch, and factors for `TokenLoss.weighted`; None for means over its tokens."""
 
 
 class StepControl:
@@ -79,9 +79,13 @@ class StepControl:
             yield from ((batch, None) for batch in truncated)
             return
         step_batches = list(truncated)
-        tokens = torch.zeros((), dtype=torch.int64, device=self.parts.device)
+        depths = self.parts.model.config.mtp_num_layers
+        tokens = torch.zeros(1 + depths, dtype=torch.int64, device=self.parts.device)
         for batch in step_batches:
-            tokens += batch.num_counted()
+            tokens[0] += batch.num_counted()
+            if depths:
+                masks = self.parts.model.masks_ahead(batch.tokens_BS, batch.loss_mask_BS)
+                tokens[1:] += torch.stack([mask.sum(dtype=torch.int64) for mask in masks])
         if dp.size > 1:
             dist.all_reduce(tokens, group=dp.handle)
         factor = dp.size * plan.num_micro_batches / tokens.clamp(min=1).float()

@@ -28,8 +28,9 @@ from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.kernels.elementwise import Elementwise
 from megatron_ds.model.layers import BUILT_IN, CustomParts, LayerBuilder, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
-from megatron_ds.model.output_layer import Z_LOSS, OutputLayer, TokenLoss
+from megatron_ds.model.output_layer import Z_LOSS, FurtherLoss, OutputLayer, TokenLoss
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
+from megatron_ds.model.prediction import ahead
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.fused_linear_cross_entropy import EAGER as EAGER_LOSS
@@ -65,6 +66,11 @@ def keys_of(
     return Keys(queries, x.dtype, x.device, has_documents, packed, positions_BS, *cached)
 
 
+def _documents(packed: PackedBatchInfo | None) -> Tensor | None:
+    """Numbers of the tokens' documents, if attention ends with them."""
+    return packed.doc_ids_BS if packed is not None and packed.options.reset_attention else None
+
+
 class GPTModel(nn.Module):
     """A decoder-only language model, or a pipeline stage of one, on one tensor-parallel rank.
 
@@ -84,6 +90,7 @@ class GPTModel(nn.Module):
     embedding: Embedding
     layers: nn.ModuleDict
     final_norm: nn.Module
+    predictions: nn.ModuleDict
     head: OutputLayer
     compiled: str
     """Description of what torch.compile compiles, for the banner."""
@@ -106,8 +113,10 @@ class GPTModel(nn.Module):
         self.compiled = EAGER_TEXT
         self.has_compiled_layers = False
         self.attention = attention
-        z_loss: dict[str, tuple[int, ...]] = {Z_LOSS: ()} if config.z_loss_coeff else {}
-        self.router_log = RouterLog(logged_shapes(moe) | z_loss)
+        self._main = slice(config.num_layers)
+        self._depths = {k: f"mtp_{k}_loss" for k in range(1, config.mtp_num_layers + 1)}
+        losses = [*([Z_LOSS] if config.z_loss_coeff else []), *self._depths.values()]
+        self.router_log = RouterLog(logged_shapes(moe) | dict.fromkeys(losses, ()))
         self._rng = rng
         self._sp = mesh.sp
         recompute = RecomputeConfig() if checkpointing is None else checkpointing.config
@@ -165,11 +174,10 @@ class GPTModel(nn.Module):
         """
         if logits_only:
             assert x_SBH is not None
-            return self._output(x_SBH, None, None, slice(None))
+            return self._output(self.final_norm(x_SBH), None, None, slice(None))
         dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
         offset = 0 if cache is None else cache.length
-        packing = self.attention.packing if cache is None else None
-        packed = None if packing is None else packing.find_documents(tokens_BS, max_documents)
+        packed = self._find_documents(tokens_BS, max_documents) if cache is None else None
         positions_BS = getattr(cache or packed, "positions_BS", None)
         local = local_slice(length := tokens_BS.shape[1], self._sp)
         if x_SBH is None:
@@ -181,11 +189,12 @@ class GPTModel(nn.Module):
         keys, blocks = keys_of(like, length, packed, cache), self.blocks(stage)
         contexts = self.positions.contexts([block.rule for block in blocks], keys)
         with self.router_log.recording(training=self.training):
-            x_SBH = self._run_blocks(blocks, x_SBH, contexts, cache, dropout)
+            x_SBH = self._run_blocks(blocks[self._main], x_SBH, contexts, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])
         if hidden_only or not has_head:
             return x_SBH
-        return self._output(x_SBH, labels_BS, loss_mask_BS, local)
+        batch = tokens_BS, labels_BS, loss_mask_BS
+        return self._outputs(self.final_norm(x_SBH), batch, local, packed, contexts, dropout)
 
     def logits(self, x_SBH: Tensor) -> Tensor:
         """The logits [B, S, V] of the last layer's output at some positions."""
@@ -197,9 +206,9 @@ class GPTModel(nn.Module):
     def _output(
         self, x_SBH: Tensor, labels_BS: Tensor | None, loss_mask_BS: Tensor | None, local: slice
     ) -> Tensor | TokenLoss:
-        """The logits of hidden states or, with labels, the loss of this rank's slice of them."""
+        """The logits of normalized hidden states or, with labels, the loss of this rank's slice of
+        them."""
         tied = self.embedding.word.weight if self._tied else None
-        x_SBH = self.final_norm(x_SBH)
         if self.config.logits_multiplier != 1.0:
             x_SBH = x_SBH * self.config.logits_multiplier
         if labels_BS is None:
@@ -208,6 +217,63 @@ class GPTModel(nn.Module):
         mask_BS = None if loss_mask_BS is None else loss_mask_BS[:, local]
         loss: TokenLoss = self.head(x_SBH, labels_BS[:, local], mask_BS, tied)
         return loss.of_all_slices(self._sp)
+
+    def _outputs(
+        self,
+        x_SBH: Tensor,
+        batch: tuple[Tensor, Tensor | None, Tensor | None],
+        local: slice,
+        packed: PackedBatchInfo | None,
+        contexts: Mapping[AttentionRule, AttentionContext],
+        dropout: MicroBatchSeed | None,
+    ) -> Tensor | TokenLoss:
+        """As `_output`; in training the loss has those of multi-token prediction.
+
+        Args:
+            x_SBH: Normalized hidden states.
+            batch: Tokens, labels and weights of the labels' losses, as of `forward`.
+            local: This rank's slice of the sequence.
+            packed: The documents of the tokens.
+            contexts: What the layers share, by the rule of their attention.
+            dropout: Seed of the dropout.
+        """
+        tokens_BS, labels_BS, loss_mask_BS = batch
+        loss = self._output(x_SBH, labels_BS, loss_mask_BS, local)
+        if labels_BS is None or isinstance(loss, Tensor) or not (self.training and self._depths):
+            return loss
+        masks, documents_BS = self.masks_ahead(tokens_BS, loss_mask_BS), _documents(packed)
+        positions_BS = getattr(packed, "positions_BS", None)
+        if positions_BS is None:
+            positions_BS = torch.ones_like(tokens_BS).cumsum(1) - 1
+        factor = self.config.mtp_loss_scaling_factor / len(self._depths)
+        losses, blocks = {}, self.blocks()[self.config.num_layers :]
+        ends = zip(self._depths.items(), self.predictions.values(), blocks, masks, strict=True)
+        for (depth, name), prediction, block, mask_BS in ends:
+            next_BS, places_BS, targets_BS = (
+                ahead(values, depth, documents_BS)
+                for values in (tokens_BS, positions_BS, labels_BS)
+            )
+            self._rng.begin_layer(dropout, EMBEDDING - depth)
+            embedded_SBH = self.embedding(next_BS, 0, places_BS)
+            x_SBH = prediction(x_SBH, embedded_SBH)
+            with self.router_log.recording(training=True):
+                x_SBH = self._run_blocks([block], x_SBH, contexts, None, dropout)
+            x_SBH = prediction.output_norm(x_SBH)  # type: ignore[union-attr, operator]
+            output = self._output(x_SBH, targets_BS, mask_BS, ALL_LAYERS[0])
+            losses[name] = FurtherLoss(output[0], output[1], factor)
+        return loss._replace(further=losses)
+
+    def masks_ahead(self, tokens_BS: Tensor, loss_mask_BS: Tensor | None) -> list[Tensor]:
+        """Weights [B, S] of the losses of each depth of multi-token prediction."""
+        packed = self._find_documents(tokens_BS)
+        mask_BS = torch.ones_like(tokens_BS) if loss_mask_BS is None else loss_mask_BS
+        return [ahead(mask_BS, depth, _documents(packed)) for depth in self._depths]
+
+    def _find_documents(
+        self, tokens_BS: Tensor, max_documents: int | None = None
+    ) -> PackedBatchInfo | None:
+        packing = self.attention.packing
+        return None if packing is None else packing.find_documents(tokens_BS, max_documents)
 
     def compile_layers(self, *, lengths_vary: bool = False) -> None:
         """Compile each transformer layer and the loss with torch.compile (on their first call).
@@ -256,7 +322,7 @@ class GPTModel(nn.Module):
             self.head.kernels = kernels
 
     def blocks(self, stage: int | None = None) -> list[Block]:
-        """The transformer layers of a stage, or all."""
+        """The transformer layers of a stage, or all, those of multi-token prediction last."""
         names = [f"layers.{layer}" for layer in self.layers]
         kept = names if stage is None else [name for name in names if name in self._stages[stage]]
         return [self.get_submodule(name) for name in kept]  # type: ignore[misc]

@@ -19,6 +19,7 @@ from megatron_ds.model.mlp import MLP, TiledMLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
+from megatron_ds.model.prediction import Prediction
 from megatron_ds.model.spec.parts import NormSpec, OutputSpec
 from megatron_ds.model.spec.residual import Residual
 from megatron_ds.model.weight_init import Initializer
@@ -53,7 +54,7 @@ class LayerBuilder:
     def mlp(self) -> nn.Module:
         """The feed-forward layer that the options select."""
         config, group, init = self.config, self.group, self.init
-        if not self.moe.has_experts(self.layer):
+        if not self.moe.has_experts(min(self.layer, config.num_layers - 1)):
             return (TiledMLP if self.tiled_mlp else MLP)(config, self.layer, group=group, init=init)
         return MoE(config, self.moe, self.layer, self.mesh, init=init, log=self.router_log)
 
@@ -107,7 +108,7 @@ class LayerSpec:
 
 
 def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[LayerSpec]:
-    """Embedding, transformer layers, final norm and output layer, in this order.
+    """Embedding, transformer layers, final norm, predictions and output layer, in this order.
 
     Args:
         builder: Builds the first transformer layer; has what all layers are built of.
@@ -139,9 +140,13 @@ def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[La
         LayerSpec("embedding", lambda: Embedding(config, group=group, init=init)),
         *(
             LayerSpec(f"layers.{layer}", lambda layer=layer: block(layer))  # type: ignore[misc]
-            for layer in range(config.num_layers)
+            for layer in range(config.num_layers + config.mtp_num_layers)
         ),
         LayerSpec("final_norm", lambda: build_norm(NormSpec(config), "final_norm", group)),
+        *(
+            LayerSpec(name, lambda name=name: Prediction(config, name, group, init))  # type: ignore[misc]
+            for name in (f"predictions.{depth}" for depth in range(config.mtp_num_layers))
+        ),
         LayerSpec("head", head, tied_to=None if untied else word),
     ]
 

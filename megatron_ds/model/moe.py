@@ -29,6 +29,7 @@ from megatron_ds.model.mlp import MLP
 from megatron_ds.model.spec.experts import ExpertsSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import all_to_all, gather_slices, take_slice
+from megatron_ds.parallel.linear import ReplicatedLinear
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sharding import declared_parameter
@@ -69,11 +70,11 @@ class MoE(nn.Module):
         self.group, self.sp_group, self.ep_group = mesh.tp, mesh.sp, mesh.ep
         spec, name = ExpertsSpec(config, moe), f"layers.{layer}.mlp"
 
-        def linear(part: str) -> _Replicated | None:
+        def linear(part: str) -> ReplicatedLinear | None:
             weights = [
                 declared_parameter(weight, mesh.tp, init) for weight in spec.layer(name, part)
             ]
-            return _Replicated(*weights) if weights else None
+            return ReplicatedLinear(*weights) if weights else None
 
         weights = spec.named(name)
         router = weights["router.weight"], weights.get("router.bias")
@@ -163,17 +164,6 @@ class MoE(nn.Module):
         y_RH = self.experts(_Reordered.apply(rows_RH, order_R, place_R), from_ranks.sum(0))
         y_AH = all_to_all(_Reordered.apply(y_RH, place_R, order_R), receive, send, self.ep_group)
         return F.pad(y_AH, (0, 0, 0, len(x_AH) - len(y_AH)))
-
-
-class _Replicated(nn.Module):
-    """x W^T + b, with a weight that every rank has."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 def inverse_of(order: Tensor) -> Tensor:

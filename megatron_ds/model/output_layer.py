@@ -32,6 +32,16 @@ Z_LOSS = "lm_z_loss"
 """Name of the z-loss among the extras of a loss, and in logs."""
 
 
+class FurtherLoss(NamedTuple):
+    """Loss of another prediction for the same tokens."""
+
+    loss_sum: Tensor
+    """As of a `TokenLoss`."""
+    num_tokens: Tensor
+    factor: float
+    """Factor of its mean over its counted tokens."""
+
+
 class TokenLoss(NamedTuple):
     """Loss of one micro-batch, not yet divided by the number of its tokens."""
 
@@ -42,20 +52,31 @@ class TokenLoss(NamedTuple):
     extras: Mapping[str, Tensor] = MappingProxyType({})
     """Further sums over counted tokens by name, whose gradients `loss_sum` includes."""
 
+    further: Mapping[str, FurtherLoss] = MappingProxyType({})
+    """Losses by name whose gradients training adds to those of this one."""
+
     def mean(self) -> Tensor:
         """Mean over the counted tokens; 0 if there are none, not 0 / 0."""
-        return self.loss_sum / self._divisor
+        return _weighted(self.loss_sum, self.num_tokens, None)
 
-    def weighted(self, weight: float | Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss times a weight, or its mean if there is none, and likewise the extras."""
-        if weight is None:
-            return self.mean(), {name: total / self._divisor for name, total in self.extras.items()}
-        extras = {name: total * weight for name, total in self.extras.items()}
-        return self.loss_sum * weight, extras
+    def weighted(self, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss times a weight, or its mean if there is none, and likewise the extras.
 
-    @property
-    def _divisor(self) -> Tensor:
-        return torch.where(self.num_tokens > 0, self.num_tokens, 1.0)
+        Args:
+            weights: Weight of the loss, and of each of the further losses. The value is without
+                these, its gradient is with them.
+        """
+        further = self.further.values()
+        first, *others = [None] * (1 + len(further)) if weights is None else weights.unbind()
+        loss = _weighted(self.loss_sum, self.num_tokens, first)
+        extras = {
+            name: _weighted(total, self.num_tokens, first) for name, total in self.extras.items()
+        }
+        for name, other, weight in zip(self.further, further, others, strict=True):
+            mean = _weighted(other.loss_sum, other.num_tokens, weight)
+            extras[name] = mean.detach()
+            loss = loss + other.factor * (mean - mean.detach())
+        return loss, extras
 
     def of_all_slices(self, group: Group) -> TokenLoss:
         """The loss of complete sequences; each rank of a group has a slice."""
@@ -65,6 +86,11 @@ class TokenLoss(NamedTuple):
         loss_sum, num_tokens, *extras = sum_of_slices(sums, group).unbind()
         names = zip(self.extras, (extra.detach() for extra in extras), strict=True)
         return TokenLoss(loss_sum, num_tokens, dict(names))
+
+
+def _weighted(total: Tensor, count: Tensor, weight: Tensor | None) -> Tensor:
+    """The total times a weight. None: divided by the count, unless that is 0."""
+    return total / torch.where(count > 0, count, 1.0) if weight is None else total * weight
 
 
 class OutputLayer(nn.Module):

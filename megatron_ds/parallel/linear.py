@@ -84,6 +84,17 @@ class RowParallelLinear(_ParallelLinear):
         return y if self.bias is None else y + self.bias
 
 
+class ReplicatedLinear(nn.Module):
+    """x W^T + b, with a weight that every rank has."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
 class _ColumnParallel(torch.autograd.Function):
     """F.linear whose input has the same value on every rank of a group, or is sharded over it.
 

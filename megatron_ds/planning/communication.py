@@ -80,7 +80,9 @@ class _Messages:
             self.parallel.stages_of_ranks[pp_rank],
         )
         self.stages = len(run.stages)
-        self.layers = sum(run.stages[stage] for stage in self.own)
+        self.losses = 1 + config.model.mtp_num_layers
+        """Losses, each with an output layer, and an embedding of its tokens."""
+        self.layers = sum(run.stages[stage] for stage in self.own) + self.losses - 1
         experts = [part for layer in self.rank_layers for part in layer.experts]
         self.sparse = len(experts)
         """Layers with experts."""
@@ -130,12 +132,14 @@ class _Messages:
 
         The experts' sums are of all rows that they compute.
         """
-        size, first, last = self.tp_size, 0 in self.own, self.stages - 1 in self.own
+        size = self.tp_size
+        first, last = (stage in self.own and self.losses for stage in (0, self.stages - 1))
         hidden, tokens = "hidden states", self.tokens * last
         passes = 3 if self.is_recomputed else 2
         expert_sums = self.share * passes
         statistics = self.count * LOSS_STATISTICS * FP32 * tokens * size
-        yield Traffic("all-gather", "tp", "loss statistics", statistics, size, self.count)
+        messages = self.count * self.losses
+        yield Traffic("all-gather", "tp", "loss statistics", statistics, size, messages)
         parts = [part for layer in self.rank_layers for part in layer.parts.values()]
         regions = sum(part.regions for part in parts)
         sums = self.count * passes * sum(part.statistics for part in parts)

@@ -108,7 +108,8 @@ def run_memory(run: PlannedRun) -> MemoryEstimate:
         host["copy of an asynchronous save"] = sizes.saved(device, host, disk)
     activations = sizes.activations()
     table, logits, scaled = sizes.output_layer()
-    head = sizes.run.stream + table  # gradients of its input and weight
+    # Gradients of its input and weight, of each loss.
+    head = (sizes.run.stream + table) * (1 + sizes.model.mtp_num_layers)
     gathered = sizes.gathered()
     reduction, retained = sizes.reduction(), sizes.retained_by_malloc(activations)
     allocated, buckets = sizes.allocated(device), sizes.num_buckets * sizes.bucket
@@ -145,7 +146,8 @@ class _Sizes:
         largest = max(run.rank_layers, key=spec.elements)
         self.full, experts = spec.elements(largest), spec.elements(largest, is_expert)
         # A stage keeps the activations of a micro-batch until its gradient returns.
-        stages, count = run.stages, run.micro_batches
+        stages, count = list(run.stages), run.micro_batches
+        stages[-1] += config.model.mtp_num_layers
         ends = list(itertools.accumulate(stages))
         self.stages_of_ranks = [
             [

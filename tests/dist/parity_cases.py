@@ -154,6 +154,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "output_layer_bias": True,
         "add_attention_bias": False,
     },
+    "ahead": {
+        "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": False,
+        "mtp_num_layers": 2,
+        "mtp_loss_scaling_factor": 0.5,
+    },
     "norm stream": {
         "position_embedding_type": "alibi",
         "embed_layernorm": True,

@@ -315,7 +315,7 @@ def _optimizer(
     matrix_names = sorted(n for n, p in named.items() if p.dim() > 1 and not n.endswith(".bias"))
     matrices = []
     if options.optimizer == "muon":
-        hidden = [name for name in matrix_names if name.startswith("layers.")]
+        hidden = [name for name in matrix_names if name.startswith(("layers.", "predictions."))]
         matrices = [(named[name], _fused_rows(config, name, named[name])) for name in hidden]
         named = {name: p for name, p in named.items() if name not in hidden}
     special = []

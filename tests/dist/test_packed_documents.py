@@ -48,6 +48,9 @@ CASES = {
     "zero2 alibi": Case(2, 2, 2, 1, "alibi", "adamw", changes(ATTENTION), ends=0.2),
     "zero3 learned": Case(2, 3, 1, 4, "learned", "adamw", BOTH, ends=0.2),
     "zero3 gqa": Case(2, 3, 1, 1, "gqa", "sgd", changes(ATTENTION, granularity="full"), ends=0.2),
+    "zero1 ahead": Case(
+        *(2, 1, 2, 4, "ahead", "adamw"), changes(POSITIONS, ATTENTION, granularity="full"), ends=0.2
+    ),
     "zero1 rope positions": Case(2, 1, 1, 1, "rope", "sgd", changes(POSITIONS), ends=0.2),
 }
 

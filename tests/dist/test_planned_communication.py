@@ -76,6 +76,7 @@ LATENT = {
     "qk_pos_emb_head_dim": 8,
     "v_head_dim": 12,
 }
+AHEAD = {**LLAMA, "mtp_num_layers": 2}
 TP, PP, SP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -112,13 +113,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "model": LATENT,
         "recompute": FULL,
     },
-    "zero2 tp2, llama": {"zero_stage": 2, TP: 2, "model": LLAMA},
+    "zero2 tp2, llama": {"zero_stage": 2, TP: 2, "model": AHEAD},
     "zero1 tp4 sequence parallel": {"zero_stage": 1, TP: 4, "sequence_parallel": True},
     "zero1 tp2 sequence parallel, llama, full recomputation": {
         "zero_stage": 1,
         TP: 2,
         "sequence_parallel": True,
-        "model": LLAMA,
+        "model": AHEAD,
         "recompute": FULL,
     },
     "zero1 tp2 full recomputation": {"zero_stage": 1, TP: 2, "recompute": FULL},

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tests.dense_gpt import activate, dense_logits, gated, no_dropout
+from tests.dense_gpt import activate, dense_predictions, gated, no_dropout, rolled
 
 Options = Mapping[str, Any]
 Weights = dict[str, Tensor]
@@ -104,6 +104,8 @@ DEFAULTS = {
     "v_head_dim": 128,
     "final_logit_softcapping": None,
     "z_loss_coeff": 0.0,
+    "mtp_num_layers": 0,
+    "mtp_loss_scaling_factor": 0.1,
     "reset_position_ids": False,
     "reset_attention_mask": False,
     "eod_mask_loss": False,
@@ -149,7 +151,7 @@ def initial_weights(options: Options, seed: int) -> Weights:
     draw("embedding.word.weight", vocab, hidden)
     if config.position_embedding_type == "learned_absolute":
         draw("embedding.position.weight", config.seq_length, hidden)
-    for layer in range(config.num_layers):
+    for layer in range(config.num_layers + config.mtp_num_layers):
         name = f"layers.{layer}"
         norm(f"{name}.attention_norm")
         gates = hidden * config.attention_output_gate
@@ -179,6 +181,10 @@ def initial_weights(options: Options, seed: int) -> Weights:
             if config.moe_shared_expert_gate:
                 draw(f"{name}.mlp.shared_gate.weight", 1, hidden)
     norm("final_norm")
+    for depth in range(config.mtp_num_layers):
+        for part in ("embedding_norm", "hidden_norm", "output_norm"):
+            norm(f"predictions.{depth}.{part}")
+        draw(f"predictions.{depth}.projection.weight", hidden, 2 * hidden)
     if config.untie_embeddings_and_output_weights:
         draw("head.weight", vocab, hidden)
     return weights
@@ -188,6 +194,7 @@ def has_experts(config: Any, layer: int) -> bool:
     """Whether a layer, counted from 0, has a router."""
     if config.num_experts < 2:
         return False
+    layer = min(layer, config.num_layers - 1)
     if config.moe_layer_freq is None:
         return (layer + 1) % int(config.expert_interval) == 0
     return bool(eval(config.moe_layer_freq)[layer])
@@ -245,6 +252,8 @@ class Loss:
     """Assignments beyond the capacity of an expert."""
     assignments: int
     """Of tokens to experts, over all layers."""
+    further: list[tuple[Tensor, int]]
+    """Sum over the counted tokens, and their number, for each further token that is predicted."""
 
 
 @dataclass
@@ -399,7 +408,7 @@ def loss_of(
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     positions = places - torch.where(starts, places, 0).cummax(1).values
     experts = Experts(config, weights)
-    logits = dense_logits(
+    logits, *others = dense_predictions(
         config,
         weights,
         tokens,
@@ -408,9 +417,18 @@ def loss_of(
         drop=drop,
         experts=experts,
     )
-    losses = logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    losses = cross_entropies(logits, labels)
     counted = ~ends if config.eod_mask_loss else torch.ones_like(ends)
     total = (losses * counted).sum()
     z_total = config.z_loss_coeff * (logits.logsumexp(-1).square() * counted).sum()
     routing = experts.auxiliary, experts.gap, experts.dropped, experts.assignments
-    return Loss(total, z_total, int(counted.sum()), *routing)
+    further, ends_at, mask = [], documents if config.reset_attention_mask else None, counted.long()
+    for ahead in others:
+        labels, mask = rolled(labels, ends_at), rolled(mask, ends_at)
+        further.append(((cross_entropies(ahead, labels) * mask).sum(), int(mask.sum())))
+    return Loss(total, z_total, int(counted.sum()), *routing, further)
+
+
+def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """The cross entropy of each label."""
+    return logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)

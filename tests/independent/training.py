@@ -100,11 +100,22 @@ class AdamW:
 
 def mean_loss(options: Options, parts: Sequence[Loss], name: str = "total") -> Tensor:
     """Over the micro-batches, or over all counted tokens; of another sum by its name."""
-    sums = [getattr(part, name) for part in parts]
+    return mean_of(options, [(getattr(part, name), part.tokens) for part in parts])
+
+
+def further_loss(options: Options, parts: Sequence[Loss]) -> Tensor:
+    """Mean loss of the further tokens that are predicted, with its factor."""
+    depths = [mean_of(options, pairs) for pairs in zip(*(p.further for p in parts), strict=True)]
+    factor: float = complete(options).mtp_loss_scaling_factor
+    return factor * torch.stack(depths).mean() if depths else torch.zeros(())
+
+
+def mean_of(options: Options, pairs: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """The mean of sums over micro-batches, each with the number of its tokens."""
+    sums, counts = zip(*pairs, strict=True)
     if complete(options).calculate_per_token_loss:
-        return sum_of(sums) / sum(part.tokens for part in parts)
-    counts = [max(part.tokens, 1) for part in parts]
-    return sum_of(map(operator.truediv, sums, counts)) / len(parts)
+        return sum_of(sums) / sum(counts)
+    return sum_of(map(operator.truediv, sums, (max(count, 1) for count in counts))) / len(pairs)
 
 
 def sum_of(values: Iterable[Tensor]) -> Tensor:
@@ -141,6 +152,7 @@ def train(
         loss = mean_loss(options, parts)
         auxiliary = sum_of(part.auxiliary for part in parts) / len(parts)
         auxiliary = auxiliary + mean_loss(options, parts, "z_total")
+        auxiliary = auxiliary + further_loss(options, parts)
         found = torch.autograd.grad(loss + auxiliary, list(weights.values()), allow_unused=True)
         gradients = {
             name: torch.zeros_like(weights[name]) if gradient is None else gradient

@@ -13,6 +13,7 @@ from megatron_ds.config.model.feed_forward import FeedForwardConfig
 from megatron_ds.config.model.layer_pattern import pattern_of
 from megatron_ds.config.model.norm import NormConfig
 from megatron_ds.config.model.position import PositionConfig
+from megatron_ds.config.model.prediction import PredictionConfig
 from megatron_ds.config.model.residual import ResidualConfig
 from megatron_ds.config.model.vocabulary import VocabularyConfig
 from megatron_ds.config.problems import Problem, with_value
@@ -20,6 +21,7 @@ from megatron_ds.config.problems import Problem, with_value
 
 @dataclass(frozen=True)
 class ModelConfig(
+    PredictionConfig,
     VocabularyConfig,
     FeedForwardConfig,
     ResidualConfig,

@@ -20,6 +20,7 @@ LAYER_KINDS = {
     "embedding": "EmbeddingPipe",
     "layers": "ParallelTransformerLayerPipe",
     "final_norm": "NormPipe",
+    "predictions": "MTPPipe",
     "head": "LMHeadPipe",
 }
 """Other frameworks' names of our layers, without their numbers."""

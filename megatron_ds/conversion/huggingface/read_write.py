@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.files.local_files import write_files
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
-from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES, Family
@@ -108,6 +108,9 @@ def write_hf(
         UserError: If no family has the parts of the model, or the folder has files already.
         OSError: If the disk fails.
     """
+    if depths := source.settings.model.mtp_num_layers:
+        options.warn(f"WARNING: {Problem('hf-without-predictions', depths=depths).render()}")
+        source = source.without_predictions()
     model_type, values = config_of(source, options.hf_model_type)
     family = FAMILIES[model_type]
     special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS, model_type)

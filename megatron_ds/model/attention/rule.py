@@ -114,7 +114,7 @@ PLAIN = AttentionRule()
 
 @functools.lru_cache(maxsize=64)
 def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
-    """The rule of each layer."""
+    """The rule of each layer; those of multi-token prediction have the last one's."""
     ropes = _ropes(config) if config.is_rotary else (None,) * config.num_layers
     has_alibi = config.position_embedding_type == "alibi"
     scale, softcap = config.softmax_scale, config.attn_logit_softcapping
@@ -123,10 +123,11 @@ def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
         scale = scaling.latent_scale if isinstance(scaling, YarnScaling) else 1.0
         scale *= config.head_dim**-0.5
     others = scale, softcap, config.softmax_type != "vanilla"
-    return tuple(
+    rules = tuple(
         AttentionRule(rope, has_alibi, window, *others)
         for rope, window in zip(ropes, config.windows, strict=True)
     )
+    return rules + rules[-1:] * config.mtp_num_layers
 
 
 def _ropes(config: ModelConfig) -> tuple[Rope | None, ...]:

@@ -24,6 +24,7 @@ from megatron_ds.model.spec.parts import (
     OutputSpec,
     Part,
     Pass,
+    PredictionSpec,
 )
 from megatron_ds.model.spec.residual import residual_form
 from megatron_ds.parallel.weights import Role, Weight
@@ -82,7 +83,7 @@ class ModelSpec:
     before: tuple[Layer, ...]
     """Layers of the first stage before the transformer layers."""
     blocks: tuple[Layer, ...]
-    """The transformer layers."""
+    """The transformer layers, those of multi-token prediction last."""
     after: tuple[Layer, ...]
     """Layers of the last stage after them, the output layer last."""
     tp_size: int
@@ -188,18 +189,21 @@ def model_spec(
     def block(layer: int) -> Layer:
         attention = MLASpec if model.multi_latent_attention else AttentionSpec
         mixer = attention.of(model, layer)
-        mlp = sparse if moe.has_experts(layer) else dense
+        mlp = sparse if moe.has_experts(min(layer, model.num_layers - 1)) else dense
         parts: dict[str, Part] = {}
         for key, part in (("attention", mixer), ("mlp", mlp)):
             parts |= {f"{key}_norm": norm, key: part, f"{key}_post_norm": norm}
         parts = {key: part for key, part in parts.items() if form.norms.get(key, True)}
         return Layer(f"layers.{layer}", parts, is_parallel=form.parallel)
 
-    blocks = tuple(map(block, range(model.num_layers)))
+    depths = range(model.mtp_num_layers)
+    blocks = tuple(map(block, range(model.num_layers + len(depths))))
     word = embedding.weights["embedding.word.weight"]
     tied = () if model.untie_embeddings_and_output_weights else (word,)
     head = Layer("head", {"": OutputSpec(model, rows)}, tied)
-    after = Layer("final_norm", {"": norm}), head
+    prediction = PredictionSpec(model, rows)
+    predictions = (Layer(f"predictions.{depth}", {"": prediction}) for depth in depths)
+    after = Layer("final_norm", {"": norm}), *predictions, head
     return ModelSpec((embedding,), blocks, after, tp_size, ep_size)
 
 

@@ -437,6 +437,35 @@ class OutputSpec(EmbeddingSpec):
         return 0
 
 
+@dataclass(frozen=True)
+class PredictionSpec(Part):
+    """What is before and after a transformer layer of multi-token prediction; its loss reads the
+    output layer once more."""
+
+    rows: int
+    """Rows of the padded vocabulary."""
+
+    def weights(self) -> Iterator[Weight]:
+        norm, hidden = NormSpec(self.model), self.model.hidden_size
+        for name in ("embedding_norm", "hidden_norm", "output_norm"):
+            yield from norm.named(name).values()
+        yield Weight(
+            *("projection.weight", (hidden, 2 * hidden)),
+            std=self.model.init_method_std,
+            partial_over=Partial.SEQUENCE,
+        )
+
+    def products(self, keys: int) -> int:
+        return super().products(keys) + self.rows * self.model.hidden_size
+
+    def describe(self) -> str:
+        return f"{counted(self.model.mtp_num_layers, 'further token')} predicted"
+
+    def saved(self, run: Pass) -> int:
+        """Both norms, their concatenated outputs, a copy of the embedding and the last norm."""
+        return 3 * NormSpec(self.model).saved(run) + 2 * run.residual + run.mask
+
+
 def _vocabulary(name: str, rows: int, model: ModelConfig, role: Role) -> Weight:
     shape, std = (rows, model.hidden_size), model.init_method_std
     return Weight(

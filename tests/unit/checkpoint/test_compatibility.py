@@ -98,6 +98,7 @@ MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
     "embed_layernorm": (True, {}),
     "softmax_vocab_size": (1000, {}),
     "final_logit_softcapping": (30.0, {}),
+    "mtp_num_layers": (1, {}),
 }
 """By field: another value, and the values of other fields with which it has an effect."""
 EXPERTS = MoEConfig(num_experts=(4,))

@@ -545,6 +545,17 @@ def test_a_given_family_must_have_the_parts(tmp_path: Path) -> None:
         write_hf(alibi, tmp_path / "other")
 
 
+def test_predictions_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    source = random_source(ModelConfig(**SMALL, **LLAMA_LIKE, mtp_num_layers=2))
+    warnings: list[str] = []
+    write_hf(source, tmp_path / "hf", WriteOptions(warn=warnings.append))
+    assert len(warnings) == 1
+    assert "lacks the 2 layers of multi-token prediction (mtp_num_layers)" in warnings[0]
+    own = logits(source, TOKENS)
+    found = logits_of(load_strictly(tmp_path / "hf"))
+    assert (found - own).abs().max() / own.abs().max() < 1e-5
+
+
 def test_the_tokenizer_of_a_run_is_exported(tmp_path: Path) -> None:
     tokenizer = gpt2_files(tmp_path)
     write_hf(random_source(ModelConfig(**SMALL), tokenizer), tmp_path / "hf")

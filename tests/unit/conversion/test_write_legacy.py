@@ -111,7 +111,7 @@ PARTLY = {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_sca
     "changes",
     [
         *({"position_embedding_type": "alibi"}, {"activation": "geglu"}, {"embed_layernorm": True}),
-        *({"norm_position": "reordered"}, {"logits_multiplier": 0.5}),
+        *({"norm_position": "reordered"}, {"logits_multiplier": 0.5}, {"mtp_num_layers": 2}),
         PARTLY,
     ],
 )

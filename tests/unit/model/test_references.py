@@ -20,6 +20,8 @@ from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from tests.claims import claim
 from tests.dense_gpt import dense_logits
+from tests.independent.model import loss_of
+from tests.independent.training import further_loss, mean_loss
 from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.models import model_of
 from tests.unit.model.dense import TINY, build_model, gradients
@@ -29,10 +31,10 @@ TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
-def build(**options: Any) -> GPTModel:
+def build(packing: PackingOptions | None = None, **options: Any) -> GPTModel:
     """A model whose parameters are all random, biases and norms included."""
     shape = {**TINY, "seq_length": LENGTH, "vocab_size": VOCAB, "norm_epsilon": 0.01}
-    model = build_model(ModelConfig(**{**shape, **options})).eval()
+    model = build_model(ModelConfig(**{**shape, **options}), packing=packing).eval()
     generator = torch.Generator().manual_seed(2)
     for name, param in model.named_parameters():
         values = 0.3 * torch.randn(param.shape, generator=generator)
@@ -264,6 +266,59 @@ def test_residual_forms_are_those_of_a_dense_forward_pass(form: str) -> None:
             model(part, cache=cache.view(0, [part.shape[1]] * 2))[..., :VOCAB] for part in parts
         ]
     assert_equal(torch.cat(cached, dim=1), expected)
+
+
+PREDICTIONS: dict[str, dict[str, Any]] = {
+    "learned": {"output_layer_bias": True, "fp32_residual_connection": True},
+    "rope": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "norm_position": "both",
+        "untie_embeddings_and_output_weights": True,
+        "logits_multiplier": 0.5,
+        "window_size": "4,0",
+    },
+}
+
+
+@claim(
+    "parallel",
+    "multi-token prediction has the losses and gradients of a dense forward pass, also where "
+    "documents end",
+)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("form", PREDICTIONS)
+def test_predictions_are_those_of_a_dense_forward_pass(form: str, documents: bool) -> None:
+    eod = VOCAB - 1
+    packing = PackingOptions(eod, True, True) if documents else None
+    factor = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
+    model = build(packing, **factor, **PREDICTIONS[form])
+    samples = torch.cat([TOKENS, TOKENS[:, :1]], dim=1)
+    samples[0, 3] = samples[1, [0, 4]] = eod
+    tokens, labels = samples[:, :-1], samples[:, 1:]
+    mask = tokens != eod
+
+    names = "reset_position_ids", "reset_attention_mask"
+    options = {**dataclasses.asdict(model.config), **dict.fromkeys(names, documents)}
+    options |= {"disable_bias_linear": False, "eod_mask_loss": True}
+    named = dict(model.named_parameters())
+    dense = loss_of(options, named, samples)
+    next_token = mean_loss(options, [dense])
+    expected = torch.autograd.grad(
+        next_token + further_loss(options, [dense]), [*named.values()], allow_unused=True
+    )
+
+    evaluated, extras = model(tokens, labels, mask).weighted(None)
+    assert not extras
+    loss, extras = model.train()(tokens, labels, mask).weighted(None)
+    assert loss.item() == evaluated.item() == pytest.approx(next_token.item(), rel=1e-5)
+    means = [(total / count).item() for total, count in dense.further]
+    found = [extras[f"mtp_{depth}_loss"].item() for depth in (1, 2)]
+    assert found == pytest.approx(means, rel=1e-5)
+    gradients = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
+    for name, one, other in zip(named, gradients, expected, strict=True):
+        assert one is not None, name
+        assert (one - other).abs().max() < 1e-4 * other.abs().max(), name
 
 
 @pytest.mark.parametrize("bias", [False, True])

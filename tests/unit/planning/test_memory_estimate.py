@@ -123,6 +123,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "reglu": {"activation": "reglu"},
     "liglu": {"activation": "liglu"},
     "squared relu": {"activation": "squared-relu"},
+    "predictions": {"mtp_num_layers": 2, "hidden_dropout": 0.1},
+    "predictions, RMSNorm": {"mtp_num_layers": 1, "normalization": "RMSNorm"},
 }
 OF_ATTENTION = {
     *("attention_dropout", "position_embedding_type", "num_query_groups"),
@@ -191,7 +193,9 @@ def saved_bytes(config: Config, dtype: torch.dtype, mesh: Mesh | None = None) ->
 
 def saved_by_layers(config: Config, dtype: torch.dtype = torch.float32) -> int:
     """The same without gradients of the input and the weight of the output layer."""
-    return saved_bytes(config, dtype) - dtype.itemsize * HIDDEN * (BATCH * SEQUENCE + VOCAB)
+    losses = 1 + config.model.mtp_num_layers
+    head = dtype.itemsize * HIDDEN * (BATCH * SEQUENCE + VOCAB)
+    return saved_bytes(config, dtype) - losses * head
 
 
 @claim("logging", "the memory estimate counts the activations that autograd saves")
