@@ -38,7 +38,18 @@ SAVERS = {"core": "megatron", "mcore": "megatron", "legacy": "megatron", "llama2
 """Formats in the words of Megatron-LM's script."""
 MODEL_TYPES = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe"),
-    *("gpt_oss", "glm4_moe", "phi3", "olmo2", "gemma", "gemma2", "gemma3_text", "olmo3", "granite"),
+    *(
+        "gpt_oss",
+        "glm4_moe",
+        "phi3",
+        "deepseek_v3",
+        "olmo2",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "olmo3",
+        "granite",
+    ),
     *("gpt_neox", "bloom", "falcon", "phi", "gptj"),
 )
 

@@ -33,6 +33,13 @@ SMALLER = {
     "moe_ffn_hidden_size": 48,
     "moe_shared_expert_intermediate_size": 48,
     "rotary_base_per_layer": (1e4, 1e6),
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
 }
 """Tiny values of options that a preset sets."""
 RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 4 --data-path x"

@@ -151,10 +151,18 @@ def _read_rotated(config: ConfigValues) -> dict[str, Any]:
     return {} if rotated is None else {"rotary_percent": rotated / (hidden // heads)}
 
 
-def _read_shared(config: ConfigValues) -> dict[str, Any]:
+def _read_shared(
+    config: ConfigValues,
+    dense: int = 1,
+    groups: int = 1,
+    chosen: int = 1,
+    scale: float = 1.0,
+    width: int = 1408,
+) -> dict[str, Any]:
     """First dense layers, shared experts, groups and the scale of the weights."""
     names = "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"
-    shared, dense, groups, chosen = (config.number(name, int, 1) for name in names)
+    defaults = zip(names, (1, dense, groups, chosen), strict=True)
+    shared, dense, groups, chosen = (config.number(name, int, value) for name, value in defaults)
     layers = config.number("num_hidden_layers", int)
     if not shared:
         config.lack("a layer without shared experts", "n_shared_experts", shared)
@@ -162,12 +170,12 @@ def _read_shared(config: ConfigValues) -> dict[str, Any]:
     if groups > 1 and config.number("num_experts_per_tok", int, 8) // chosen != 2:
         config.lack("groups of which a token has other than two experts", "topk_group", chosen)
     grouped = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-    width = config.number("moe_intermediate_size", int, 1408)
+    size = config.number("moe_intermediate_size", int, width)
     return {
         **({"moe_layer_freq": f"[0]*{dense}+[1]*{layers - dense}"} if dense else {}),
         **(grouped if groups > 1 else {}),
-        "moe_shared_expert_intermediate_size": shared * (width or 0) or None,
-        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", float, 1.0),
+        "moe_shared_expert_intermediate_size": shared * (size or 0) or None,
+        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor", float, scale),
     }
 
 
@@ -188,6 +196,13 @@ def _read_longrope(config: ConfigValues) -> dict[str, Any]:
     scaling = config.get("rope_scaling", None) or config.get("rope_parameters", None) or {}
     if "yarn" in (scaling.get("rope_type"), scaling.get("type")):
         config.lack("scaling of rotary positions by LongRoPE", "rope_type", "yarn")
+    return {}
+
+
+def _read_epsilon(config: ConfigValues) -> dict[str, Any]:
+    """The norms of latent vectors have transformers' default, whatever the other norms have."""
+    if (epsilon := config.number("rms_norm_eps", float, 1e-6)) != 1e-6:
+        config.lack("another epsilon than of the latent vectors' norms", "rms_norm_eps", epsilon)
     return {}
 
 
@@ -237,6 +252,15 @@ SPECIAL_ROWS = {
     "glm4_moe": (
         _experts("n_routed_experts num_local_experts", 128),
         Row(_read_shared, _write_shared, is_of_experts=True),
+    ),
+    "deepseek_v3": (
+        Row(_read_epsilon, lambda model: {"head_dim": model.qk_pos_emb_head_dim}),
+        _experts("n_routed_experts num_local_experts", 256),
+        Row(
+            partial(_read_shared, dense=3, groups=8, chosen=4, scale=2.5, width=2048),
+            _write_shared,
+            is_of_experts=True,
+        ),
     ),
     "smollm3": (BIASES, ROPE_LAYERS),
 }

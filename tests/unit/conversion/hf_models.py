@@ -47,6 +47,8 @@ SEQUENTIAL = {"parallel_attn": False, "max_position_embeddings": 64}
 
 EAGER = {"attn_implementation": "eager"}
 """Other kernels leave out the bound of Gemma 2's scores."""
+DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0, "mscale": 1.0}
+DEEPSEEK_YARN |= {"mscale_all_dim": 0.5, "original_max_position_embeddings": 16}
 
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
@@ -99,6 +101,30 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(
         **LLAMA, **GLM, use_qk_norm=True, n_group=4, topk_group=2, num_experts_per_tok=4
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **{**LLAMA, "num_key_value_heads": 4},
+        **GLM,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=4,
+        v_head_dim=6,
+        q_lora_rank=12,
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+    ),
+    "deepseek-v3-yarn": lambda: transformers.DeepseekV3Config(
+        **{**LLAMA, "num_key_value_heads": 4, "rope_parameters": DEEPSEEK_YARN},
+        **GLM,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=3,
+        v_head_dim=6,
+        q_lora_rank=None,
+        kv_lora_rank=10,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
     ),
     "glm4-moe-biases": lambda: transformers.Glm4MoeConfig(
         **LLAMA, **GLM, attention_bias=True, num_experts_per_tok=3

@@ -112,6 +112,7 @@ def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     "name",
     [
         *("mixtral", "qwen3-moe", "qwen3-moe-layers", "glm4-moe", "gpt-oss", "gpt-oss-types"),
+        "deepseek-v3",
         *("phi3", "gemma3", "olmo3"),
     ],
 )
