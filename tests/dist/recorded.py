@@ -117,13 +117,11 @@ def _attend_and_record(
     module: Attention,
     attend: Callable[..., Tensor],
     group: Group,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     core: AttentionCore,
+    *inputs: Tensor,
 ) -> Tensor:
     recorded = module.training and not _is_recomputing()
-    return attend(q, k, v, _RecordingCore(core, group, found) if recorded else core)
+    return attend(_RecordingCore(core, group, found) if recorded else core, *inputs)
 
 
 class _RecordingCore:
@@ -133,7 +131,7 @@ class _RecordingCore:
     def __init__(self, core: AttentionCore, group: Group, found: list[Tensor]) -> None:
         self._core, self._group, self._found = core, group, found
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         state = torch.get_rng_state()
         length, size = k.shape[2] * self._group.size, v.shape[-1]
         units = torch.eye(length, dtype=v.dtype)[local_slice(length, self._group)]
@@ -142,11 +140,11 @@ class _RecordingCore:
             for columns in units.split(size, dim=1):
                 padded = functional.pad(columns, (0, size - columns.shape[1])).expand_as(v)
                 torch.set_rng_state(state)
-                weights = self._core.attend(q, k, padded, dropout)
+                weights = self._core.attend(q, k, padded, dropout, *sinks_n)
                 kept.append(weights[..., : columns.shape[1]] != 0)
         self._found.append(torch.cat(kept, dim=-1))
         torch.set_rng_state(state)
-        return self._core.attend(q, k, v, dropout)
+        return self._core.attend(q, k, v, dropout, *sinks_n)
 
 
 class Replay:
@@ -240,16 +238,18 @@ class Replay:
         name: str,
         passes: Iterator[int],
         probability: float,
+        core: AttentionCore,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        core: AttentionCore,
+        *sinks_n: Tensor,
     ) -> Tensor:
         by_tp: dict[int, list[Tensor]] = defaultdict(list)
         for (_, _, tp_rank), part in self._parts("weights", name, next(passes)):
             by_tp[tp_rank].append(part)
         kept = torch.cat([torch.cat(slices, dim=2) for slices in by_tp.values()], dim=1)
-        weights = core.attend(q, k, torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1), 0.0)
+        units = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
+        weights = core.attend(q, k, units, 0.0, *sinks_n)
         self._count(kept | (weights == 0), (weights != 0).sum(), probability)
         values = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         return (weights * kept / (1 - probability)) @ values

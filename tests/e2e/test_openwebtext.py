@@ -237,5 +237,5 @@ def test_find_duplicates_rejects_invalid_runs_and_keeps_its_inputs(
     shown = run_tool(
         script("find_duplicates.py"), "--inputs", one, "id", "--output", out, status=1
     ).err
-    assert "pip install '.[cleaning]'" in shown
+    assert "pip install rensa" in shown
     assert os.listdir(tmp_path) == ["1.jsonl"]
