@@ -79,7 +79,7 @@ class StepControl:
             yield from ((batch, None) for batch in truncated)
             return
         step_batches = list(truncated)
-        depths = self.parts.model.config.mtp_num_layers
+        depths = self.parts.config.model.mtp_num_layers
         tokens = torch.zeros(1 + depths, dtype=torch.int64, device=self.parts.device)
         for batch in step_batches:
             tokens[0] += batch.num_counted()
