@@ -69,7 +69,7 @@ LLAMA = {
 LATENT = {
     "multi_latent_attention": True,
     "position_embedding_type": "rope",
-    "q_lora_rank": 24,
+    "q_lora_rank": 32,
     "kv_lora_rank": 40,
     "qk_layernorm": True,
     "qk_head_dim": 16,
