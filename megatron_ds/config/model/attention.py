@@ -8,17 +8,12 @@ from dataclasses import dataclass
 
 from megatron_ds.config.fields import ANY_VALUE, exclusive_problem, option_field, when
 from megatron_ds.config.model.latent import LatentConfig
-from megatron_ds.config.model.layer_pattern import layer_pattern
+from megatron_ds.config.model.layer_pattern import chosen_layers
 from megatron_ds.config.model.sizes import size_field
 from megatron_ds.config.problems import Problem
 
 WINDOW = re.compile(r"\s*[\[(]?\s*(-1|\d+)\s*(,\s*(?:-1|\d+)\s*)?[\])]?\s*")
 """The form of `window_size`."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Architecture of the transformer."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +97,12 @@ class AttentionConfig(LatentConfig):
         """The window of each layer."""
         pattern, layers = self.window_attn_skip_freq, range(1, self.num_layers + 1)
         if pattern is None:
-            has_window = [1 for _ in layers]
+            has_window = [True for _ in layers]
         elif pattern.strip().isdecimal():
-            has_window = [layer % int(pattern) for layer in layers]
+            has_window = [layer % int(pattern) != 0 for layer in layers]
         else:
-            has_window = layer_pattern(pattern)
-        return tuple(
-            self.window if has else None for _, has in zip(layers, has_window, strict=True)
-        )
+            has_window = [*chosen_layers(pattern, self.num_layers)]
+        return tuple(self.window if has else None for has in has_window)
 
     @property
     def window_pattern(self) -> str | None:
@@ -136,5 +129,5 @@ class AttentionConfig(LatentConfig):
             return (yield Problem("window-malformed", settings=self))
         try:
             _ = self.windows
-        except (ValueError, TypeError, SyntaxError, ZeroDivisionError):
+        except (ValueError, ZeroDivisionError):
             yield Problem("window-pattern-malformed", settings=self, layers=self.num_layers)
