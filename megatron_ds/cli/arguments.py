@@ -30,7 +30,6 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.launch.exit_codes import SettingsRejected
 from megatron_ds.launch.software import version_text
 from megatron_ds.launch.watch.liveness import find_launchers
-from megatron_ds.presets import PRESETS
 
 VERSION = "--version"
 FIRST_RANK_TIMEOUT_S = 10.0
@@ -70,7 +69,7 @@ def build_config(
     """
     line = scan(argv, training_flags())
     files = config_file.read(line.values.get("config", ()), training_flags())
-    if (preset := line.values.get("preset", files.values.get("preset"))) in PRESETS:
+    if (preset := line.values.get("preset", files.values.get("preset"))) in presets.PRESETS:
         files = _with_preset(preset, line.values)
     for warning in (*line.warnings, *files.warnings):
         warn(warning)

@@ -75,10 +75,8 @@ class _Messages:
         self.replicas = self.inputs.dp_size
         self.tp_size, self.sp_size = self.inputs.tp_size, self.inputs.sp_size
         self.count, self.spec = run.micro_batches, run.spec
-        self.rank_layers, self.own = (
-            run.rank_layers[pp_rank],
-            self.parallel.stages_of_ranks[pp_rank],
-        )
+        self.rank_layers = run.rank_layers[pp_rank]
+        self.own = self.parallel.stages_of_ranks[pp_rank]
         self.stages = len(run.stages)
         self.losses = 1 + config.model.mtp_num_layers
         """Losses, each with an output layer, and an embedding of its tokens."""

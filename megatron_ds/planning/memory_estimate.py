@@ -140,8 +140,8 @@ class _Sizes:
     """Bytes of the tensors of one process."""
 
     def __init__(self, run: PlannedRun) -> None:
-        config, self.inputs, self.spec = run.config, run.inputs, run.spec
-        self.config, self.model, inputs, spec = config, config.model, run.inputs, run.spec
+        config, inputs, spec = run.config, run.inputs, run.spec
+        self.config, self.model, self.inputs, self.spec = config, config.model, inputs, spec
         self.ep_size = config.expert_parallel_size
         largest = max(run.rank_layers, key=spec.elements)
         self.full, experts = spec.elements(largest), spec.elements(largest, is_expert)
