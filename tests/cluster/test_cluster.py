@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.claims import claim
 from tests.cluster.cluster import NODES, Cluster, find_obstacle
 from tests.fork_server import REPOSITORY
 
@@ -39,11 +38,9 @@ def test_nodes_share_files_but_not_names_addresses_and_scratch(cluster: Cluster)
     assert other.succeed() == "node2\n"
 
 
-@claim(
-    "command-line",
-    "no process of a run is left on any node; all nodes end when a test is killed",
-)
 def test_everything_ends_when_the_test_is_killed(tmp_path: Path) -> None:
+    """Claim (command-line): no process of a run is left on any node; all nodes end when a test is
+    killed"""
     if (obstacle := find_obstacle()) is not None:
         pytest.skip(obstacle)
     words = [sys.executable, "-c", START, tmp_path]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.cluster.cluster import NODES, SLOTS, Cluster
 from tests.e2e.runs import PRETRAIN, PROGRAMS, REPOSITORY, Settings, losses, to_flags
 from tests.fork_server import DEADLINE
@@ -44,11 +43,6 @@ def store(cluster: Cluster, corpus: Path) -> Iterator[Mapping[str, str]]:
     server.wait()
 
 
-@claim(
-    "samples",
-    "two nodes without a shared disk train from a URL with the losses of one machine, each with "
-    "blocks and index caches of its own",
-)
 def test_nodes_without_a_shared_disk_have_the_losses_of_one_machine(
     cluster: Cluster,
     store: Mapping[str, str],
@@ -56,7 +50,11 @@ def test_nodes_without_a_shared_disk_have_the_losses_of_one_machine(
     one_machine: Callable[[str], list[float]],
     run_settings: Callable[[str, Path], Settings],
 ) -> None:
-    """Each node has the blocks that its ranks read, and builds an index cache of its own."""
+    """Each node has the blocks that its ranks read, and builds an index cache of its own.
+
+    Claim (samples): two nodes without a shared disk train from a URL with the losses of one
+    machine, each with blocks and index caches of its own
+    """
     save = cluster.shared / "by-url"
     cache = {"object_storage_cache_path": cluster.scratch / "cache", "num_workers": 1}
     data = {"data_path": f"s3://bucket/{corpus.name}", **cache}

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.claims import claim
 from tests.cluster.agents import BANNER, Agents, last_rank_of, uninterrupted
 from tests.cluster.cluster import Cluster
 from tests.e2e.runs import ENDLESS, PROGRAMS, REPOSITORY, Launcher, Settings, losses, steps
@@ -80,17 +79,16 @@ def test_a_run_survives_a_killed_rank_with_other_rendezvous(
     assert losses(save) == uninterrupted(launcher, settings, tmp_path / "whole")
 
 
-@claim(
-    "command-line",
-    "with `torchrun --nnodes 1:2`, a run continues after a killed rank, and on the other node "
-    "after the loss of a node with its disk, from the copies of at most `--local-save-interval` "
-    "iterations before, and takes the node in again; the losses equal an uninterrupted run, bit "
-    "for bit until the loss of the node and to 1e-5 afterwards",
-)
 def test_a_run_survives_a_killed_rank_and_a_lost_node_and_takes_it_in_again(
     cluster: Cluster, base: Settings, launcher: Launcher, tmp_path: Path
 ) -> None:
-    """The node that is lost has rank 0, the store of the ranks, and the lock of --save."""
+    """The node that is lost has rank 0, the store of the ranks, and the lock of --save.
+
+    Claim (command-line): with `torchrun --nnodes 1:2`, a run continues after a killed rank, and on
+    the other node after the loss of a node with its disk, from the copies of at most
+    `--local-save-interval` iterations before, and takes the node in again; the losses equal an
+    uninterrupted run, bit for bit until the loss of the node and to 1e-5 afterwards
+    """
     (first, second), save, stop = cluster.nodes, cluster.shared / "run", cluster.shared / "stop"
     settings = {**base, "global_batch_size": 8, "train_iters": ENDLESS, "host_timeout": 10}
     settings |= {"save": save, "load": save, "kill_switch_path": stop}

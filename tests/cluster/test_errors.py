@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch.exit_codes import ExitCode
-from tests.claims import claim
 from tests.cluster.cluster import SLOTS, Cluster, Done, find_obstacle
 from tests.e2e.runs import ENDLESS, FAULTS, PRETRAIN, PROGRAMS, REPOSITORY, Settings, to_flags
 from tests.problems import printed_codes
@@ -66,21 +65,18 @@ def faulty(cluster: Cluster) -> Iterator[dict[str, str]]:
     cluster.run_on_all("rm", "-r", faults)
 
 
-@claim(
-    "command-line",
-    "settings, a package's version, a source file, a token's value, the clock, the number of "
-    "devices and `--save` that differ on two nodes are one message of one rank, with the nodes "
-    "and values; all ranks end with status 7",
-)
-@claim(
-    "checkpoints",
-    "`--save` and `--load` folders that the hosts do not share are rejected, and left as they "
-    "were; one that shows files late is not",
-)
 def test_all_differences_of_the_nodes_are_one_message(
     cluster: Cluster, settings: Settings, faulty: dict[str, str]
 ) -> None:
-    """Nothing is left of it in the folders, either."""
+    """Nothing is left of it in the folders, either.
+
+    Claim (command-line): settings, a package's version, a source file, a token's value, the clock,
+    the number of devices and `--save` that differ on two nodes are one message of one rank, with
+    the nodes and values; all ranks end with status 7
+
+    Claim (checkpoints): `--save` and `--load` folders that the hosts do not share are rejected, and
+    left as they were; one that shows files late is not
+    """
     node, scratch = cluster.nodes[1], cluster.scratch
     data, package = f"{settings['data_path']}.bin", scratch / "faults" / "numpy-1.0.dist-info"
     changes = f"""
@@ -110,14 +106,14 @@ def test_all_differences_of_the_nodes_are_one_message(
     assert all(d.output == "" for d in cluster.run_on_all("sh", "-c", f"ls {scratch} | grep save"))
 
 
-@claim(
-    "command-line",
-    "a data file that one of two nodes lacks, and a flag that is wrong on both, are one message",
-)
 def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
     cluster: Cluster, settings: Settings
 ) -> None:
-    """With a problem that all nodes have, and a warning of the node that another one does not."""
+    """With a problem that all nodes have, and a warning of the node that another one does not.
+
+    Claim (command-line): a data file that one of two nodes lacks, and a flag that is wrong on both,
+    are one message
+    """
     node, prefix = cluster.nodes[1], settings["data_path"]
     node.run("mv", f"{prefix}.bin", f"{prefix}.away").succeed()
     found = message(start(cluster, {**settings, "seed": -1}))
@@ -129,15 +125,14 @@ def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
     assert re.search(r"- --seed", found)
 
 
-@claim(
-    "command-line",
-    "a rank that is stopped (SIGSTOP) on one of two nodes ends the run; the report names its "
-    "node, and that of `--log-straggler` ranks and nodes",
-)
 def test_rank_that_is_stopped_ends_the_run_with_a_report_that_names_its_node(
     cluster: Cluster, settings: Settings
 ) -> None:
-    """The log has named the slowest ranks and nodes before."""
+    """The log has named the slowest ranks and nodes before.
+
+    Claim (command-line): a rank that is stopped (SIGSTOP) on one of two nodes ends the run; the
+    report names its node, and that of `--log-straggler` ranks and nodes
+    """
     logs, stopped = cluster.shared / "logs", {"FAULT": "iteration:3:stop", "FAULT_RANK": "3"}
     own = {**settings, "train_iters": ENDLESS, "hang_timeout": 5, "log_dir": logs}
     own |= {"log_straggler": True, "global_batch_size": 8}
@@ -156,9 +151,11 @@ def test_rank_that_is_stopped_ends_the_run_with_a_report_that_names_its_node(
     ]
 
 
-@claim("command-line", "each node builds its own index cache; a node that cannot write it is named")
 def test_index_cache_of_each_node_is_its_own(cluster: Cluster, settings: Settings) -> None:
-    """Next to copies of the data; and the error of a node that cannot write names it."""
+    """Next to copies of the data; and the error of a node that cannot write names it.
+
+    Claim (command-line): each node builds its own index cache; a node that cannot write it is named
+    """
     cache = Path(settings["data_path"]).parent / "index-cache"
     done = start(cluster, {**settings, "save": cluster.shared / "cached"})
     assert "2 processes on cpu" in "".join(each.succeed() for each in done)
@@ -172,11 +169,6 @@ def test_index_cache_of_each_node_is_its_own(cluster: Cluster, settings: Setting
     assert "stopping because rank 1 on node2 failed" in done[0].output
 
 
-@claim(
-    "command-line",
-    "a node that ssh does not reach, or whose Python lacks DeepSpeed, ends `deepspeed "
-    "--hostfile` within seconds; the message names it",
-)
 @pytest.mark.parametrize(
     ("fault", "broken", "status"),
     # pdsh returns the highest status: ssh's own is 255.
@@ -188,6 +180,9 @@ def test_node_that_does_not_start_ends_the_launch(
     """Before the ranks of the other node have waited for --distributed-timeout-minutes.
 
     The command runs on the other node, and the first node is where the ranks meet.
+
+    Claim (command-line): a node that ssh does not reach, or whose Python lacks DeepSpeed, ends
+    `deepspeed --hostfile` within seconds; the message names it
     """
     if obstacle := find_obstacle("pdsh"):
         pytest.skip(obstacle)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
-from tests.claims import claim
 from tests.cluster.agents import Agents, uninterrupted
 from tests.cluster.cluster import Cluster, Node
 from tests.cluster.test_network import AGENT
@@ -35,11 +34,6 @@ def set_clock(cluster: Cluster, node: Node, seconds: int) -> None:
     (cluster.folder / node.name / "clock").write_text(str(seconds))
 
 
-@claim(
-    "checkpoints",
-    "folders that one of two nodes cannot write to, since they are read-only or full, and clocks "
-    "that jump by an hour, cost saves and no step",
-)
 @pytest.mark.proof
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_run_outlives_folders_that_a_node_cannot_write_and_clocks_that_jump(
@@ -50,6 +44,8 @@ def test_a_run_outlives_folders_that_a_node_cannot_write_and_clocks_that_jump(
     launcher: Launcher,
     tmp_path: Path,
 ) -> None:
+    """Claim (checkpoints): folders that one of two nodes cannot write to, since they are read-only
+    or full, and clocks that jump by an hour, cost saves and no step"""
     save, stop = cluster.shared / f"run-{async_save}", cluster.shared / f"stop-{async_save}"
     local = cluster.scratch / f"local-{async_save}"
     second = cluster.nodes[1]

@@ -1,4 +1,7 @@
-"""All ways to start a run on two nodes train with the losses of one machine, bit for bit."""
+"""All ways to start a run on two nodes train with the losses of one machine, bit for bit.
+
+Claim (command-line): no process of a run is left on any node; all nodes end when a test is killed
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.cluster.cluster import NODES, SLOTS, Cluster, find_obstacle
 from tests.e2e.runs import (
     PRETRAIN,
@@ -21,11 +23,6 @@ from tests.e2e.runs import (
     to_flags,
 )
 from tests.proofs.cases import with_proofs
-
-claim(
-    "command-line",
-    "no process of a run is left on any node; all nodes end when a test is killed",
-)
 
 Losses = Callable[[str], list[float]]
 RunSettings = Callable[[str, Path], Settings]
@@ -104,17 +101,6 @@ def files(cluster: Cluster) -> None:
     )
 
 
-@claim(
-    "command-line",
-    "environment variables of the launching shell that other hosts lack are named at the start",
-)
-@claim(
-    "command-line",
-    "on two nodes of two ranks, `deepspeed` with a hostfile over `pdsh` and ssh (`--include`, "
-    "`--exclude`, `--num_nodes`) or `--launcher slurm` or `openmpi`, `srun`, `mpirun` and "
-    "`python -m torch.distributed.run` train with the losses of one machine bit for bit, with "
-    "data-, tensor-, pipeline- and sequence-parallel groups that span nodes",
-)
 @pytest.mark.parametrize("name", with_proofs(ON_FIRST, PROOFS))
 def test_one_command_trains_on_both_nodes(
     name: str,
@@ -123,6 +109,14 @@ def test_one_command_trains_on_both_nodes(
     run_settings: RunSettings,
     request: pytest.FixtureRequest,
 ) -> None:
+    """Claim (command-line): environment variables of the launching shell that other hosts lack are
+    named at the start
+
+    Claim (command-line): on two nodes of two ranks, `deepspeed` with a hostfile over `pdsh` and ssh
+    (`--include`, `--exclude`, `--num_nodes`) or `--launcher slurm` or `openmpi`, `srun`, `mpirun`
+    and `python -m torch.distributed.run` train with the losses of one machine bit for bit, with
+    data-, tensor-, pipeline- and sequence-parallel groups that span nodes
+    """
     layout, command = ON_FIRST[name]
     words = shlex.split(command)
     if "srun" in words or "slurm" in words:
@@ -139,15 +133,12 @@ def test_one_command_trains_on_both_nodes(
     assert warned == MISSING.get(name, [])
 
 
-@claim(
-    "command-line",
-    "and so do `torchrun` (static and c10d rendezvous) and `deepspeed --no_ssh`, started on each "
-    "node",
-)
 @pytest.mark.parametrize("name", with_proofs(ON_BOTH, ["torchrun c10d", "deepspeed --no_ssh"]))
 def test_a_command_on_each_node_trains_on_both(
     name: str, cluster: Cluster, one_machine: Losses, run_settings: RunSettings
 ) -> None:
+    """Claim (command-line): and so do `torchrun` (static and c10d rendezvous) and `deepspeed
+    --no_ssh`, started on each node"""
     layout, command = ON_BOTH[name]
     save = cluster.shared / name
     done = cluster.run_on_all(*command.split(), PRETRAIN, *to_flags(run_settings(layout, save)))
@@ -155,15 +146,13 @@ def test_a_command_on_each_node_trains_on_both(
     assert losses(save) == one_machine(layout)
 
 
-@claim(
-    "command-line",
-    "with a single host left, `deepspeed` runs on its own host unless `--force_multi` is given",
-)
 @pytest.mark.proof
 @pytest.mark.parametrize(("flags", "host"), [((), "node1"), (("--force_multi",), "node2")])
 def test_deepspeed_leaves_its_host_for_a_single_one_only_if_forced(
     flags: tuple[str, ...], host: str, cluster: Cluster
 ) -> None:
+    """Claim (command-line): with a single host left, `deepspeed` runs on its own host unless
+    `--force_multi` is given"""
     if (obstacle := find_obstacle("pdsh")) is not None:
         pytest.skip(obstacle)
     script = cluster.shared / "host.py"

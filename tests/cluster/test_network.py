@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.cluster.agents import Agents, uninterrupted
 from tests.cluster.cluster import Cluster
 from tests.e2e.runs import ENDLESS, PROGRAMS, Launcher, Settings, losses
@@ -17,15 +16,12 @@ AGENT = f"""{PROGRAMS}/torchrun --nnodes 2 --node-rank {{node}} --nproc-per-node
     --master-addr node1 --master-port 29500"""
 
 
-@claim(
-    "command-line",
-    "delayed and lost frames, and a link that is down for 5 s, change no loss; without a link "
-    "all ranks end after `--host-timeout` and name the host",
-)
 @pytest.mark.proof
 def test_a_run_is_as_exact_over_a_bad_network_and_ends_without_one(
     cluster: Cluster, base: Settings, launcher: Launcher, tmp_path: Path
 ) -> None:
+    """Claim (command-line): delayed and lost frames, and a link that is down for 5 s, change no
+    loss; without a link all ranks end after `--host-timeout` and name the host"""
     if not Path("/dev/net/tun").exists():
         pytest.skip("a slow link needs /dev/net/tun")
     save, second = cluster.shared / "run", cluster.nodes[1]

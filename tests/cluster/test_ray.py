@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from megatron_ds.config.problems import counted
-from tests.claims import claim
 from tests.cleaning_runs import corpus
 from tests.cluster.ray_cluster import INSTALLED, RayNodes, has_ended
 from tests.fork_server import DEADLINE, REPOSITORY
@@ -112,10 +111,12 @@ def finish(driver: subprocess.Popen[str], kept: int) -> str:
     return stdout
 
 
-@claim("cleaning", "so it does on two nodes of Ray, when the driver and a process are killed")
 @pytest.mark.proof
 def test_cleaning_survives_its_driver_and_workers(nodes: RayNodes, tmp_path: Path) -> None:
-    """Exact and near duplicates are those of one process, also across shards."""
+    """Exact and near duplicates are those of one process, also across shards.
+
+    Claim (cleaning): so it does on two nodes of Ray, when the driver and a process are killed
+    """
     corpus(tmp_path)
     command = [
         *(CLEAN, "--input", "in.jsonl", "--output", "out.jsonl.gz", "--min-chars", "15"),
@@ -147,11 +148,13 @@ def test_errors_name_their_cause(nodes: RayNodes, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out?_*"))
 
 
-@claim("data", "so it does on two nodes of Ray, when the driver, a process and a node are killed")
 def test_preprocessing_survives_its_driver_workers_and_nodes(
     nodes: RayNodes, tmp_path: Path
 ) -> None:
-    """The second node is lost for good."""
+    """The second node is lost for good.
+
+    Claim (data): so it does on two nodes of Ray, when the driver, a process and a node are killed
+    """
     lines = (f'{{"text": "{n % 100} {n % 7}"}}\n' for n in range(DOCUMENTS))
     (tmp_path / "in.jsonl").write_text("broken\n" + "".join(lines) + "the last one\n")
     command = [*PREPROCESS, "--output-prefix", "out"]

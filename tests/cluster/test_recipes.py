@@ -15,7 +15,6 @@ import psutil
 import pytest
 import yaml
 
-from tests.claims import claim
 from tests.cluster.cluster import SLOTS, Cluster, Done, find_obstacle
 from tests.cluster.ray_cluster import INSTALLED, RayNodes
 from tests.e2e.runs import (
@@ -57,11 +56,6 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield PACKAGES
 
 
-@claim(
-    "command-line",
-    "the recipes for Kubeflow Trainer and SkyPilot are valid by their published schemas, and a "
-    "linter accepts the Dockerfiles",
-)
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
@@ -70,7 +64,11 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_kubeflow_trainer_knows_every_field(name: str, kinds: list[str], packages: Path) -> None:
-    """Its models check types, and drop the fields that they do not know."""
+    """Its models check types, and drop the fields that they do not know.
+
+    Claim (command-line): the recipes for Kubeflow Trainer and SkyPilot are valid by their published
+    schemas, and a linter accepts the Dockerfiles
+    """
     from kubeflow_trainer_api import models
 
     documents = read(name)
@@ -80,12 +78,9 @@ def test_kubeflow_trainer_knows_every_field(name: str, kinds: list[str], package
         assert model.from_dict(document).to_dict() == document
 
 
-@claim(
-    "command-line",
-    "the recipes for Kubeflow Trainer and SkyPilot are valid by their published schemas, and a "
-    "linter accepts the Dockerfiles",
-)
 def test_skypilot_accepts_its_recipe(packages: Path) -> None:
+    """Claim (command-line): the recipes for Kubeflow Trainer and SkyPilot are valid by their
+    published schemas, and a linter accepts the Dockerfiles"""
     package = types.ModuleType("sky")
     package.__path__ = [str(packages / "sky")]
     package.__dict__["__version__"] = "0"
@@ -101,13 +96,10 @@ def test_skypilot_accepts_its_recipe(packages: Path) -> None:
         jsonschema.validate(mount, schemas.get_storage_schema())
 
 
-@claim(
-    "command-line",
-    "the recipes for Kubeflow Trainer and SkyPilot are valid by their published schemas, and a "
-    "linter accepts the Dockerfiles",
-)
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
 def test_the_linter_accepts_the_dockerfile(name: str, packages: Path) -> None:
+    """Claim (command-line): the recipes for Kubeflow Trainer and SkyPilot are valid by their
+    published schemas, and a linter accepts the Dockerfiles"""
     command = [packages / "bin" / "hadolint", RECIPES / name]
     linted = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (linted.returncode, linted.stdout) == (0, "")
@@ -126,15 +118,12 @@ def check(done: list[Done], save: Path, one_machine: Losses) -> None:
     assert losses(save) == one_machine("data")
 
 
-@claim(
-    "command-line",
-    "their commands train on two nodes with the losses of one machine bit for bit, given the "
-    "variables that Kubeflow Trainer and SkyPilot set",
-)
 @pytest.mark.proof
 def test_skypilots_command_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
 ) -> None:
+    """Claim (command-line): their commands train on two nodes with the losses of one machine bit
+    for bit, given the variables that Kubeflow Trainer and SkyPilot set"""
     save = cluster.shared / "skypilot"
     variables = {
         "SKYPILOT_NUM_NODES": "2",
@@ -146,15 +135,12 @@ def test_skypilots_command_trains_on_both_nodes(
     check(cluster.run_on_all("bash", "-c", command, environment=variables), save, one_machine)
 
 
-@claim(
-    "command-line",
-    "their commands train on two nodes with the losses of one machine bit for bit, given the "
-    "variables that Kubeflow Trainer and SkyPilot set",
-)
 @pytest.mark.proof
 def test_the_command_for_kubeflows_torch_runtime_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
 ) -> None:
+    """Claim (command-line): their commands train on two nodes with the losses of one machine bit
+    for bit, given the variables that Kubeflow Trainer and SkyPilot set"""
     save = cluster.shared / "torch"
     trainer = read("kubeflow_torch.yaml")[0]["spec"]["trainer"]
     variables = {
@@ -169,16 +155,15 @@ def test_the_command_for_kubeflows_torch_runtime_trains_on_both_nodes(
     check(done, save, one_machine)
 
 
-@claim(
-    "command-line",
-    "their commands train on two nodes with the losses of one machine bit for bit, given the "
-    "variables that Kubeflow Trainer and SkyPilot set",
-)
 @pytest.mark.proof
 def test_the_command_for_kubeflows_deepspeed_runtime_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
 ) -> None:
-    """With the runtime's own sshd, and a hostfile that does not begin with the launcher."""
+    """With the runtime's own sshd, and a hostfile that does not begin with the launcher.
+
+    Claim (command-line): their commands train on two nodes with the losses of one machine bit for
+    bit, given the variables that Kubeflow Trainer and SkyPilot set
+    """
     if (obstacle := find_obstacle("mpirun")) is not None:
         pytest.skip(obstacle)
     runtime, job = read("kubeflow_deepspeed.yaml")
@@ -229,11 +214,6 @@ def ray_train(launcher: Launcher, nodes: RayNodes, folder: Path, *flags: str) ->
     return launcher.command(words, variables)
 
 
-@claim(
-    "command-line",
-    "and so does the recipe for Ray Train on a Ray cluster of two nodes; a rank that fails is "
-    "the error of its command",
-)
 @pytest.mark.proof
 def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
     launcher: Launcher,
@@ -242,6 +222,8 @@ def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
     run_settings: RunSettings,
     tmp_path: Path,
 ) -> None:
+    """Claim (command-line): and so does the recipe for Ray Train on a Ray cluster of two nodes; a
+    rank that fails is the error of its command"""
     save = tmp_path / "run"
     flags = to_flags(run_settings("data", save))
     trained = ray_train(launcher, ray_nodes, tmp_path, *flags).succeed()
@@ -252,15 +234,13 @@ def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
     assert "exit status 2" in failed.output
 
 
-@claim(
-    "command-line",
-    "a killed worker of Ray Train ends the command with status 1 and leaves no process; the same "
-    "command continues from the newest checkpoint with the losses of one machine",
-)
 @pytest.mark.proof
 def test_ray_train_ends_with_a_killed_worker_and_the_same_command_continues(
     launcher: Launcher, ray_nodes: RayNodes, run_settings: RunSettings, tmp_path: Path
 ) -> None:
+    """Claim (command-line): a killed worker of Ray Train ends the command with status 1 and leaves
+    no process; the same command continues from the newest checkpoint with the losses of one machine
+    """
     save = tmp_path / "run"
     settings = {**run_settings("data", save), "train_iters": ENDLESS, "save_interval": 1}
     resumable = to_flags({**settings, "load": save})

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.cluster.cluster import Cluster, find_obstacle, start_slurm
 from tests.fork_server import REPOSITORY
 from tests.preprocess_runs import output_files, remove_output
@@ -30,10 +29,12 @@ def slurm(cluster: Cluster) -> Cluster:
     return cluster
 
 
-@claim("data", "an array of Slurm preprocesses and cleans with the bytes of one process")
 @pytest.mark.parametrize("tool", FLAGS)
 def test_an_array_has_the_bytes_of_one_process(slurm: Cluster, tool: str) -> None:
-    """Each task is one shard, and the last to complete merges."""
+    """Each task is one shard, and the last to complete merges.
+
+    Claim (data): an array of Slurm preprocesses and cleans with the bytes of one process
+    """
     folder = slurm.shared
     lines = (json.dumps({"text": f"{n % 90} {n % 7}"}) + "\n" for n in range(2000))
     (folder / "in.jsonl").write_text("".join(lines))

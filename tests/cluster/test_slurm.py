@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.cluster.cluster import SLOTS, Cluster, Node
 from tests.e2e.runs import ENDLESS, REPOSITORY, Launcher, Settings, has_trained, losses, steps
 from tests.e2e.runs import to_flags as flags_of
@@ -57,16 +56,15 @@ def update(node: Node, job: str, **values: object) -> None:
     node.run("scontrol", "update", f"JobId={job}", *words).succeed()
 
 
-@claim(
-    "command-line",
-    "tasks of a job array with one `--save` never train at the same time: one trains, the other "
-    "ends with an error",
-)
 @pytest.mark.proof
 def test_tasks_of_an_array_never_train_one_run_at_the_same_time(
     slurm: None, cluster: Cluster, run_settings: RunSettings
 ) -> None:
-    """The example for sbatch, on one node for each of two tasks."""
+    """The example for sbatch, on one node for each of two tasks.
+
+    Claim (command-line): tasks of a job array with one `--save` never train at the same time: one
+    trains, the other ends with an error
+    """
     node, save, stop = cluster.nodes[0], cluster.shared / "array", cluster.shared / "stop"
     output = cluster.shared / "array.%a"
     settings = {**run_settings("data", save), "train_iters": ENDLESS}
@@ -96,15 +94,12 @@ def show(node: Node, job: str) -> str:
     return node.run("scontrol", "show", "job", job).output
 
 
-@claim(
-    "command-line",
-    "a job of `tools/slurm.py submit` saves before its time limit and is queued again; when a "
-    "node is down, it continues on the other one from the newest checkpoint: the losses equal an "
-    "uninterrupted run, bit for bit on the same nodes, and within 1e-5 on fewer",
-)
 def test_a_run_survives_its_time_limit_and_the_loss_of_a_node(
     slurm: None, cluster: Cluster, run_settings: RunSettings, launcher: Launcher, tmp_path: Path
 ) -> None:
+    """Claim (command-line): a job of `tools/slurm.py submit` saves before its time limit and is
+    queued again; when a node is down, it continues on the other one from the newest checkpoint: the
+    losses equal an uninterrupted run, bit for bit on the same nodes, and within 1e-5 on fewer"""
     node, save, slow = cluster.nodes[0], cluster.shared / "a run", cluster.shared / "slow"
     program = cluster.shared / "paced.py"
     program.write_text(PACED.format(slow=str(slow)))

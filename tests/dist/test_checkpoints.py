@@ -29,7 +29,6 @@ from megatron_ds.engine.deepspeed import checkpoint_io
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
-from tests.claims import claim
 from tests.dist.engine_harness import build, prepare
 from tests.dist.parity_cases import Case, config_of
 from tests.distributed import run_ranks
@@ -138,13 +137,12 @@ def _record_reads() -> list[str]:
     return opened
 
 
-@claim(
-    "checkpoints",
-    "a manifest lists what every rank wrote, on a file system whose listings lag, and no file is "
-    "read back",
-)
 def test_the_manifest_lists_what_every_rank_wrote(saved: Saved) -> None:
-    """Although the first rank's listings lack a file of the other rank, at the save and after."""
+    """Although the first rank's listings lack a file of the other rank, at the save and after.
+
+    Claim (checkpoints): a manifest lists what every rank wrote, on a file system whose listings
+    lag, and no file is read back
+    """
     folder, ranks = saved
     path = folder / "global_step3"
     files = read_manifest(path)
@@ -174,8 +172,10 @@ def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(saved: Sav
     assert second.read_to_select == ["run.json", OF_RANK_1]
 
 
-@claim("checkpoints", "a disk slower than the timeout of collectives does not end a run")
 def test_a_disk_slower_than_the_timeout_of_collectives_does_not_end_the_run(saved: Saved) -> None:
-    """The second rank's tensors and the first rank's manifest take longer than the timeout."""
+    """The second rank's tensors and the first rank's manifest take longer than the timeout.
+
+    Claim (checkpoints): a disk slower than the timeout of collectives does not end a run
+    """
     _, ranks = saved
     assert all(seen.seconds > 2 * SLOW_S > GROUP_TIMEOUT_S for seen in ranks)

@@ -2,6 +2,10 @@
 
 One process is each of the ranks in turn (`fake_world`), with a small model and the real engine.
 `python -m tests.dist.test_collectives` writes the table, `tests/golden/collectives.txt`, again.
+
+Claim (deepspeed): the ranks of a group send the messages of a step in the same order, asynchronous
+where recorded, and as many bytes as planned, in ZeRO 1 to 3 and with tensor, pipeline and expert
+parallelism, on 64 to 1,024 ranks; in the proofs with ZeRO 0 and Ulysses, too
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ from megatron_ds.model.experts.router import Router
 from megatron_ds.parallel.mesh import Mesh, axis_groups
 from megatron_ds.planning.communication import step_traffic
 from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
-from tests.claims import claim
 from tests.dist.fake_world import AXES, Message, Messages, axis_of, fake_world
 from tests.dist.rank_jobs import JobResults, run_jobs, selected
 from tests.dist.test_planned_communication import (
@@ -38,13 +41,6 @@ from tests.dist.test_planned_communication import (
     calls_after_norm,
     config_of,
     engine_and_step,
-)
-
-claim(
-    "deepspeed",
-    "the ranks of a group send the messages of a step in the same order, asynchronous where "
-    "recorded, and as many bytes as planned, in ZeRO 1 to 3 and with tensor, pipeline and expert "
-    "parallelism, on 64 to 1,024 ranks; in the proofs with ZeRO 0 and Ulysses, too",
 )
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "collectives.txt"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from torch._inductor import config as inductor
 
-from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case
@@ -93,25 +92,24 @@ def assert_eager(runs: list[Run]) -> list[Run]:
 PROOFS = ("one-True", "own-None", "own-full", "stages")
 
 
-@claim(
-    "precision",
-    "compiled layers are complete graphs, with attention dropout too, except where DeepSpeed's "
-    "hooks gather parameters (ZeRO 3)",
-)
 @pytest.mark.parametrize(
     "name",
     ["selective-True", *(pytest.param(n, marks=pytest.mark.proof) for n in PROOFS)],
 )
 def test_there_is_no_graph_break(name: str, outcomes: JobResults) -> None:
-    """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs."""
+    """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs.
+
+    Claim (precision): compiled layers are complete graphs, with attention dropout too, except where
+    DeepSpeed's hooks gather parameters (ZeRO 3)
+    """
     for run in outcomes.of(name):
         assert run.notes["compiled"] > 0
         assert run.notes["graph breaks"] == 0
 
 
-@claim("precision", "`--compile` equals eager execution, within 1e-5 in fp32")
 @pytest.mark.proof
 def test_one_process_matches_eager(outcomes: JobResults) -> None:
+    """Claim (precision): `--compile` equals eager execution, within 1e-5 in fp32"""
     assert_same(outcomes.of("one-True"), assert_eager(outcomes.of("one-False")))
 
 
@@ -120,19 +118,18 @@ def test_stages_match_one_eager_process(outcomes: JobResults) -> None:
     assert_same(outcomes.of("stages"), outcomes.of("one-False") * 2)
 
 
-@claim("precision", "and under ZeRO 3")
 @pytest.mark.proof
 def test_zero3_matches_eager(outcomes: JobResults) -> None:
+    """Claim (precision): and under ZeRO 3"""
     assert_same(outcomes.of("zero3-True"), assert_eager(outcomes.of("zero3-False")))
 
 
-@claim(
-    "precision",
-    "and so it does with tensor parallelism, dropout and activation checkpointing (dropout from "
-    "torch's generator)",
-)
-@claim("precision", "`--compile` equals eager execution, within 1e-5 in fp32")
 def test_tensor_parallel_recomputed_dropout_matches_eager(outcomes: JobResults) -> None:
+    """Claim (precision): and so it does with tensor parallelism, dropout and activation
+    checkpointing (dropout from torch's generator)
+
+    Claim (precision): `--compile` equals eager execution, within 1e-5 in fp32
+    """
     assert_same(outcomes.of("selective-True"), assert_eager(outcomes.of("selective-False")))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.claims import claim
 from tests.dist.compare import differing_bits
 from tests.dist.parity_cases import Case, reference_of, train_alone
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs, selected
@@ -62,21 +61,20 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_jobs(2, jobs)
 
 
-@claim(
-    "parallel",
-    "dropout masks follow the position in the data: two data-parallel ranks drop the same values "
-    "as one process",
-)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_masks_follow_the_position_in_the_data(stage: int, outcomes: JobResults) -> None:
-    """Two data-parallel ranks with two micro-batches drop as one process with four."""
+    """Two data-parallel ranks with two micro-batches drop as one process with four.
+
+    Claim (parallel): dropout masks follow the position in the data: two data-parallel ranks drop
+    the same values as one process
+    """
     reference = train_alone(case_of(stage, 1, changes={"model": DROPOUT}))
     assert outcomes.differences(f"{stage}-1-{STORED}", reference) == []
 
 
-@claim("precision", "activation checkpointing gives the same bits")
 @pytest.mark.parametrize(("kind", "stage", "tp"), with_proofs(CASES, PROOFS))
 def test_recompute_is_bitwise_equal(kind: str, stage: int, tp: int, outcomes: JobResults) -> None:
+    """Claim (precision): activation checkpointing gives the same bits"""
     stored, recomputed = outcomes.of(f"{stage}-{tp}-{STORED}"), outcomes.of(f"{stage}-{tp}-{kind}")
     without_dropout = reference_of("learned", "adamw")
     for one, other in zip(stored, recomputed, strict=True):

@@ -35,7 +35,6 @@ from megatron_ds.model.moe import MoE
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import expert_group
-from tests.claims import claim
 from tests.dist.compare import differing_names, norm_of
 from tests.dist.engine_harness import Meshes, batches_of, build, full_weights, train
 from tests.dist.nonfinite_harness import Training
@@ -240,14 +239,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run_by_world(jobs)
 
 
-@claim(
-    "parallel",
-    "experts on every rank, or distributed over 2 or 4, train exactly like a single process, "
-    "with ZeRO, tensor parallelism, Ulysses, pipeline stages and Muon; with tensor parallelism "
-    "also as a plain loop over experts, five steps",
-)
 @pytest.mark.parametrize("name", with_proofs(CASES, TRAINED_IN_PROOFS))
 def test_experts_train_like_one_process(name: str, results: JobResults) -> None:
+    """Claim (parallel): experts on every rank, or distributed over 2 or 4, train exactly like a
+    single process, with ZeRO, tensor parallelism, Ulysses, pipeline stages and Muon; with tensor
+    parallelism also as a plain loop over experts, five steps"""
     case = CASES[name]
     is_long = len(case.lengths) > STEPS
     reference = train_alone(case, LoopOverExperts() if is_long else None)
@@ -263,11 +259,11 @@ def test_experts_train_like_one_process(name: str, results: JobResults) -> None:
         assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
 
 
-@claim("parallel", "the gradient norm counts every expert once in bf16 and fp16, too")
 @pytest.mark.parametrize("name", with_proofs(HALF, HALF_IN_PROOFS))
 def test_experts_in_half_precision_have_the_norm_of_one_process(
     name: str, results: JobResults
 ) -> None:
+    """Claim (parallel): the gradient norm counts every expert once in bf16 and fp16, too"""
     reference = train_alone(HALF[name])
     for run in results.of(name):
         assert run.losses == pytest.approx(reference.losses, rel=HALF_ERROR)
@@ -301,16 +297,15 @@ def skip(case: Case, meshes: Meshes) -> tuple[bool, bool, bool]:
     return skipped, kept, applied
 
 
-@claim(
-    "parallel",
-    "a non-finite gradient of an expert on one rank skips the step on all, and experts without "
-    "tokens have gradients of zeros",
-)
 @pytest.mark.parametrize("name", with_proofs(NONFINITE, SKIPPED_IN_PROOFS))
 def test_a_nonfinite_gradient_of_an_expert_skips_the_step_on_all_ranks(
     name: str, results: JobResults
 ) -> None:
-    """On the last rank, of an expert that only some ranks have."""
+    """On the last rank, of an expert that only some ranks have.
+
+    Claim (parallel): a non-finite gradient of an expert on one rank skips the step on all, and
+    experts without tokens have gradients of zeros
+    """
     world = EVERYTHING[name].world
     assert results.of(f"skip {name}") == [(True, True, True)] * world
 
@@ -333,14 +328,13 @@ def use_one_expert(case: Case, meshes: Meshes) -> tuple[Run, list[list[bool]]]:
     return run, found
 
 
-@claim(
-    "parallel",
-    "a non-finite gradient of an expert on one rank skips the step on all, and experts without "
-    "tokens have gradients of zeros",
-)
 @pytest.mark.parametrize("name", with_proofs(UNUSED, UNUSED_IN_PROOFS))
 def test_experts_without_tokens_have_zero_gradients(name: str, results: JobResults) -> None:
-    """Also where all experts of a rank are without tokens."""
+    """Also where all experts of a rank are without tokens.
+
+    Claim (parallel): a non-finite gradient of an expert on one rank skips the step on all, and
+    experts without tokens have gradients of zeros
+    """
     config = config_of(EVERYTHING[name])
     size, topk = config.moe.experts, config.moe.moe_router_topk
     for run, found in results.of(f"unused {name}"):
@@ -402,9 +396,10 @@ def last_step(training: Training) -> tuple[float, float, Tensors]:
     return float(result.loss), float(result.grad_norm), weights
 
 
-@claim("parallel", "a checkpoint has every expert once, and a resumed run continues bit for bit")
 @pytest.mark.parametrize("name", with_proofs(RESUMED, RESUMED_IN_PROOFS))
 def test_a_resumed_run_continues_bit_for_bit(name: str, results: JobResults) -> None:
+    """Claim (parallel): a checkpoint has every expert once, and a resumed run continues bit for
+    bit"""
     for seen in results.of(f"resume {name}"):
         assert seen["recorded sizes"] == seen["sizes"]
         assert differing_names(seen["loaded"], seen["own"]) == []
@@ -412,11 +407,12 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, results: JobResults) -> 
         assert differing_names(seen["resumed"][2], seen["continued"][2]) == []
 
 
-@claim("parallel", "a checkpoint has every expert once, and a resumed run continues bit for bit")
 @pytest.mark.parametrize("name", with_proofs(RESUMED, RESUMED_IN_PROOFS))
 def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
     name: str, results: JobResults
 ) -> None:
+    """Claim (parallel): a checkpoint has every expert once, and a resumed run continues bit for
+    bit"""
     (first, *_) = seen = results.of(f"resume {name}")
     path: Path = first["folder"]
     assert check_names(path) is None

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.dist.nonfinite_harness import RATES, WORLD, Training
 from tests.dist.parity_cases import Case, config_of, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs
@@ -96,11 +95,11 @@ def expected_scales(skipped: list[bool], hysteresis: int) -> list[float]:
     return scales
 
 
-@claim("precision", "the dynamic loss scale follows its flags, identically on all ranks")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_scale_follows_flags_on_all_ranks(
     layout: tuple[int, int], outcomes: JobResults
 ) -> None:
+    """Claim (precision): the dynamic loss scale follows its flags, identically on all ranks"""
     first, second = outcomes.of(f"dynamic {layout}")
     assert first["skipped"] == second["skipped"]
     assert first["scales"] == second["scales"]
@@ -127,10 +126,12 @@ def test_skipped_step_changes_neither_weights_nor_moments_nor_learning_rate(
             assert counted == applied
 
 
-@claim("precision", "fp16 follows fp32, also on CPUs (`--allow-fp16-on-cpu`)")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_fp16_follows_fp32(layout: tuple[int, int], outcomes: JobResults) -> None:
-    """Losses to 2e-3 nats and norms, unscaled, to a hundredth."""
+    """Losses to 2e-3 nats and norms, unscaled, to a hundredth.
+
+    Claim (precision): fp16 follows fp32, also on CPUs (`--allow-fp16-on-cpu`)
+    """
     reference = reference_of("learned", "adamw")
     for run in outcomes.of(f"static {layout}"):
         assert run.notes["types"] == ["torch.float16", "torch.float32"]

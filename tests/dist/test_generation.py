@@ -8,7 +8,6 @@ from megatron_ds.inference.generate import generate
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.distributed import run_ranks
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
@@ -44,8 +43,8 @@ def compare_logits(kind: str, pair: Mesh, alone: Mesh) -> None:
     torch.testing.assert_close(last, expected, rtol=1e-5, atol=1e-5)
 
 
-@claim("serving", "two processes generate the text of one process")
 def test_two_ranks_generate_the_texts_of_one_process() -> None:
+    """Claim (serving): two processes generate the text of one process"""
     (first, alone), (second, _) = run_ranks(generate_all, 2)
 
     assert first == second

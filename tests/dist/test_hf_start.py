@@ -31,7 +31,6 @@ from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import LoadPlan, make_plan
 from megatron_ds.train_state import StepPlan, TrainState
-from tests.claims import claim
 from tests.dist.engine_harness import full_weights, prepare
 from tests.distributed import run_ranks
 from tests.unit.conversion.hf_models import TOKENS, VOCAB, load_strictly, random_model
@@ -103,12 +102,10 @@ def loss_of(folder: Path, tokens: torch.Tensor) -> float:
         return float(load_strictly(folder, dtype=torch.float32)(tokens, labels=tokens).loss)
 
 
-@claim(
-    "conversion",
-    "a training run starts from a Hugging Face model at every ZeRO stage, sharded and in stages, "
-    "with the loss of `transformers`, and its export has the loss of its next step",
-)
 def test_a_model_is_trained_and_exported_on_every_layout(tmp_path: Path) -> None:
+    """Claim (conversion): a training run starts from a Hugging Face model at every ZeRO stage,
+    sharded and in stages, with the loss of `transformers`, and its export has the loss of its next
+    step"""
     random_model("llama").save_pretrained(tmp_path / "theirs")
     first = loss_of(tmp_path / "theirs", BATCHES[0])
 

@@ -17,7 +17,6 @@ from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from tests.claims import claim
 from tests.dist import engine_harness
 from tests.dist.parity_cases import Case, config_of
 from tests.dist.reference import EOD
@@ -75,10 +74,7 @@ def attributes(model: Any) -> list[Any]:
     return [*groups, model.router_log.keeps_all_tokens]
 
 
-@claim(
-    "serving",
-    "scores and continuations under sequence parallelism, Ulysses, ZeRO-3 and expert parallelism "
-    "equal one process",
-)
 def test_layouts_answer_as_one_process() -> None:
+    """Claim (serving): scores and continuations under sequence parallelism, Ulysses, ZeRO-3 and
+    expert parallelism equal one process"""
     run_ranks(compare, 2, timeout=60)

@@ -1,4 +1,11 @@
-"""Parallel layers on 2 and 4 ranks have the output and gradients of one process."""
+"""Parallel layers on 2 and 4 ranks have the output and gradients of one process.
+
+Claim (logging): a replicated weight that acts on a rank's heads has the gradient of all heads, and
+counts once in the norm
+
+Claim (extension): an own loss that repeats the cross entropy has the losses of the built-in one;
+with a sharded vocabulary, an own loss has those of one process
+"""
 
 from __future__ import annotations
 
@@ -31,21 +38,9 @@ from megatron_ds.parallel.weights import (
     Weight,
     linear_weights,
 )
-from tests.claims import claim
 from tests.dist.engine_harness import full_tensor
 from tests.distributed import RankError, run_ranks
 from tests.problems import raises_problem
-
-claim(
-    "logging",
-    "a replicated weight that acts on a rank's heads has the gradient of all heads, and counts "
-    "once in the norm",
-)
-claim(
-    "extension",
-    "an own loss that repeats the cross entropy has the losses of the built-in one; with a "
-    "sharded vocabulary, an own loss has those of one process",
-)
 
 VOCAB, PADDED, HIDDEN = 21, 32, 8  # with 4 ranks the last one holds nothing but padding
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from megatron_ds.config import support_matrix
-from tests.claims import claim
 from tests.dist import layouts
 from tests.dist.compare import (
     DECIDED_STEPS,
@@ -134,57 +133,41 @@ def cases(steps: int) -> list[Any]:
     ]
 
 
-@claim(
-    "logging",
-    "zeros of the gradient and norms of gradients, parameters and updates by layer equal the "
-    "full tensors', in every layout and at every ZeRO stage",
-)
-@claim(
-    "precision",
-    "Muon equals one process, with full matrices and the gradient clipped before the step, at "
-    "every ZeRO stage, with and without tensor parallelism, within 1e-5 in fp32",
-)
-@claim(
-    "precision",
-    "Lion equals one process at every ZeRO stage, with and without tensor parallelism, within "
-    "1e-5 in fp32",
-)
-@claim(
-    "parallel",
-    "ranks that share every sequence (DeepSpeed-Ulysses) train like one process, also with fewer "
-    "key-value heads than ranks, with unequal loss masks, and together with `--sequence-parallel`",
-)
-@claim(
-    "parallel",
-    "pipeline stages equal one process: ZeRO 0 and 1 x tensor and data parallelism, tied "
-    "embeddings, accumulation, clipping, dropout, documents, changing lengths and batches; with "
-    "one stage per rank (1F1B) and two (DualPipeV)",
-)
-@claim(
-    "parallel",
-    "every pair of values that the [support matrix](../reference/support_matrix.md) accepts "
-    "equals one process; `make test` has every value, and every pair of ZeRO stages and parallel "
-    "sizes",
-)
-@claim(
-    "parallel",
-    "ZeRO 0 to 3 x tensor parallelism x accumulation x model variants equal one process",
-)
-@claim(
-    "parallel",
-    "experts on every rank, or distributed over 2 or 4, train exactly like a single process, "
-    "with ZeRO, tensor parallelism, Ulysses, pipeline stages and Muon; with tensor parallelism "
-    "also as a plain loop over experts, five steps",
-)
-@claim(
-    "parallel",
-    "sequence parallelism (`--sequence-parallel`) trains exactly like a single process, with its "
-    "dropout masks",
-)
 @pytest.mark.parametrize("run", cases(STEPS))
 def test_layout_equals_one_process(
     run: Stepped, outcomes: JobResults, record_property: Callable[[str, str], None]
 ) -> None:
+    """Claim (logging): zeros of the gradient and norms of gradients, parameters and updates by
+    layer equal the full tensors', in every layout and at every ZeRO stage
+
+    Claim (precision): Muon equals one process, with full matrices and the gradient clipped before
+    the step, at every ZeRO stage, with and without tensor parallelism, within 1e-5 in fp32
+
+    Claim (precision): Lion equals one process at every ZeRO stage, with and without tensor
+    parallelism, within 1e-5 in fp32
+
+    Claim (parallel): ranks that share every sequence (DeepSpeed-Ulysses) train like one process,
+    also with fewer key-value heads than ranks, with unequal loss masks, and together with
+    `--sequence-parallel`
+
+    Claim (parallel): pipeline stages equal one process: ZeRO 0 and 1 x tensor and data parallelism,
+    tied embeddings, accumulation, clipping, dropout, documents, changing lengths and batches; with
+    one stage per rank (1F1B) and two (DualPipeV)
+
+    Claim (parallel): every pair of values that the [support matrix](../reference/support_matrix.md)
+    accepts equals one process; `make test` has every value, and every pair of ZeRO stages and
+    parallel sizes
+
+    Claim (parallel): ZeRO 0 to 3 x tensor parallelism x accumulation x model variants equal one
+    process
+
+    Claim (parallel): experts on every rank, or distributed over 2 or 4, train exactly like a single
+    process, with ZeRO, tensor parallelism, Ulysses, pipeline stages and Muon; with tensor
+    parallelism also as a plain loop over experts, five steps
+
+    Claim (parallel): sequence parallelism (`--sequence-parallel`) trains exactly like a single
+    process, with its dropout masks
+    """
     # For the record of the pairs that ran with a version of DeepSpeed.
     layout = {axis: run.run[axis] for axis in support_matrix.AXES}
     record_property("layout", json.dumps(layout))
@@ -197,15 +180,15 @@ def test_ten_steps_equal_one_process(run: Stepped, outcomes: JobResults) -> None
     assert check(run, outcomes) == []
 
 
-@claim("parallel", "so do complete layouts that are drawn at random")
 @pytest.mark.proof
 def test_random_layouts_equal_one_process(outcomes: JobResults) -> None:
+    """Claim (parallel): so do complete layouts that are drawn at random"""
     found = [check(run, outcomes) for run in random_runs()]
     assert list(itertools.chain(*found)) == []
 
 
-@claim("parallel", "the command line accepts exactly the layouts that the matrix accepts")
 def test_command_line_accepts_what_the_matrix_accepts() -> None:
+    """Claim (parallel): the command line accepts exactly the layouts that the matrix accepts"""
     known = {rule.code for rule in support_matrix.RULES}
     for run in layouts.random_runs(SEED, 300, accepted=False):
         config, problems = layouts.configure(run)

@@ -18,7 +18,6 @@ from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import shard_spec, take_shard
-from tests.claims import claim
 from tests.dist.engine_harness import full_tensor
 from tests.distributed import run_ranks
 
@@ -139,6 +138,6 @@ def check_all(rank: int) -> None:
     check_dropout(rank)
 
 
-@claim("parallel", "tensor parallelism equals one process")
 def test_tensor_parallel_model_equals_one_process() -> None:
+    """Claim (parallel): tensor parallelism equals one process"""
     run_ranks(check_all, 2)

@@ -1,5 +1,9 @@
 """A gradient that is not finite, or a spike, on one rank: all ranks skip the step, and nothing
-changes."""
+changes.
+
+Claim (non-finite): a non-finite gradient on one rank leaves no trace, in fp32 and bf16, with
+optimizer states on the device or the host
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,11 @@ import torch
 from megatron_ds.config import Config
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.train_state import SpikeLimits
-from tests.claims import claim
 from tests.dist.compare import differing_names
 from tests.dist.engine_harness import Meshes, full_weights
 from tests.dist.nonfinite_harness import RATES, WORLD, Layout, Training
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, swapping
 from tests.dist.rank_jobs import JobResults, has_proofs, run_jobs
-
-claim(
-    "non-finite",
-    "a non-finite gradient on one rank leaves no trace, in fp32 and bf16, with optimizer states "
-    "on the device or the host",
-)
 
 LAYOUTS = [
     *(Layout("fp32", 0, 1), Layout("bf16", 2, 2), Layout("bf16", 1, 1, pp=2)),
@@ -173,13 +170,11 @@ def test_step_with_nonfinite_gradient_changes_nothing(
         assert seen["spikes"] == [False] * 3
 
 
-@claim(
-    "non-finite",
-    "a spike of loss or gradient norm on one rank (`--skip-loss-spikes`) is skipped by all ranks "
-    "and changes nothing but the position in the data, at every ZeRO stage and precision",
-)
 @pytest.mark.parametrize("layout", cases(SPIKES, SPIKE_PROOFS), ids=str)
 def test_spike_on_one_rank_changes_nothing(layout: Layout | str, outcomes: JobResults) -> None:
+    """Claim (non-finite): a spike of loss or gradient norm on one rank (`--skip-loss-spikes`) is
+    skipped by all ranks and changes nothing but the position in the data, at every ZeRO stage and
+    precision"""
     results = outcomes.of(f"spike {layout}")
     mean_losses = np.mean([seen["losses"] for seen in results], axis=0)
     for seen in results:

@@ -14,7 +14,6 @@ from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.data.validation import DataFiles
-from tests.claims import claim
 from tests.proofs.cases import with_proofs
 
 SAMPLES = 24
@@ -96,16 +95,14 @@ def read(path: tuple[str, ...], dp_size: int, micro: int, workers: int) -> list[
     return samples
 
 
-@claim(
-    "samples",
-    "nor does the order of real token files and blends, for any number of loader processes",
-)
 @pytest.mark.parametrize(
     ("kind", "dp_size", "micro", "workers"), with_proofs(ALL, set(ALL) - set(IN_MAKE_TEST))
 )
 def test_order_is_the_same_for_any_layout_workers_and_resumes(
     files: dict[str, tuple[str, ...]], kind: str, dp_size: int, micro: int, workers: int
 ) -> None:
+    """Claim (samples): nor does the order of real token files and blends, for any number of loader
+    processes"""
     assert read(files[kind], dp_size, micro, workers) == in_order(files[kind])
 
 

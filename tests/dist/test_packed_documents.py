@@ -14,7 +14,6 @@ import torch
 
 from megatron_ds.engine.build import build_engine
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differing_bits
 from tests.dist.parity_cases import Case, Changes, config_of, train_alone
@@ -73,11 +72,11 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_jobs(2, jobs)
 
 
-@claim("samples", "and so it has in every layout, compiled and with activation checkpointing")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.proof] * (n == COMPILED)) for n in CASES]
 )
 def test_layout_equals_one_process_with_a_dense_mask(name: str, outcomes: JobResults) -> None:
+    """Claim (samples): and so it has in every layout, compiled and with activation checkpointing"""
     assert outcomes.differences(name, train_alone(CASES[name])) == []
     for run in outcomes.of(name):
         # Each layer is compiled in two parts, before and after its attention, once for all

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differences, differing_bits, norm_of
 from tests.dist.parity_cases import Case, config_of, reference_of
@@ -80,24 +79,6 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_by_world(jobs)
 
 
-@claim(
-    "logging",
-    "zeros of the gradient and norms of gradients, parameters and updates by layer equal the "
-    "full tensors', in every layout and at every ZeRO stage",
-)
-@claim(
-    "precision",
-    "learning rates and weight decays of embeddings and output layer equal one process",
-)
-@claim(
-    "precision",
-    "Muon equals one process, with full matrices and the gradient clipped before the step, at "
-    "every ZeRO stage, with and without tensor parallelism, within 1e-5 in fp32",
-)
-@claim(
-    "parallel",
-    "ZeRO 0 to 3 x tensor parallelism x accumulation x model variants equal one process",
-)
 @pytest.mark.parametrize(
     "case",
     [
@@ -107,6 +88,18 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     ids=lambda case: case.name,
 )
 def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
+    """Claim (logging): zeros of the gradient and norms of gradients, parameters and updates by
+    layer equal the full tensors', in every layout and at every ZeRO stage
+
+    Claim (precision): learning rates and weight decays of embeddings and output layer equal one
+    process
+
+    Claim (precision): Muon equals one process, with full matrices and the gradient clipped before
+    the step, at every ZeRO stage, with and without tensor parallelism, within 1e-5 in fp32
+
+    Claim (parallel): ZeRO 0 to 3 x tensor parallelism x accumulation x model variants equal one
+    process
+    """
     reference = reference_of(case.model, case.optimizer)
     undecided = sum(int(mask.sum()) for mask in reference.undecided.values())
     assert undecided < 0.01 * sum(weight.numel() for weight in reference.weights[0].values())
@@ -121,9 +114,9 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
 
 
-@claim("precision", "8-bit Adam follows AdamW at every ZeRO stage")
 @pytest.mark.parametrize("case", with_proofs(EIGHT_BIT, EIGHT_BIT[:3]), ids=lambda case: case.name)
 def test_8_bit_adam_follows_adamw(case: Case, outcomes: JobResults) -> None:
+    """Claim (precision): 8-bit Adam follows AdamW at every ZeRO stage"""
     reference = reference_of(case.model, "adamw")
     for run in outcomes.of(case.name):
         assert run.losses[:2] == pytest.approx(reference.losses[:2], rel=1e-4)
@@ -153,9 +146,9 @@ def test_second_copies_of_parameters_change_nothing(outcomes: JobResults) -> Non
     assert outcomes.differences("hpz", reference_of(HPZ.model, HPZ.optimizer)) == []
 
 
-@claim("parallel", "under ZeRO 3 no process ever holds the full model")
 @pytest.mark.parametrize("case", with_proofs(ZERO3, [CASES[4]]), ids=lambda case: case.name)
 def test_zero3_never_materializes_the_full_model(case: Case, outcomes: JobResults) -> None:
+    """Claim (parallel): under ZeRO 3 no process ever holds the full model"""
     for run in outcomes.of(case.name):
         seen = run.notes["construction"]
         # The largest single table is less than half of this model.

@@ -1,6 +1,8 @@
 """DeepSpeed files of users: each trains a step or is rejected with its reason.
 
 Placeholders of templates are filled first.
+
+Claim (deepspeed): DeepSpeed files from 2020 to today train, or are rejected with the reason
 """
 
 from __future__ import annotations
@@ -19,14 +21,11 @@ from megatron_ds.config import Config
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
-from tests.claims import claim
 from tests.dist.engine_harness import batches_of, build
 from tests.dist.rank_jobs import JobResults, run_jobs
 from tests.dist.reference import Samples
 from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
 from tests.problems import codes
-
-claim("deepspeed", "DeepSpeed files from 2020 to today train, or are rejected with the reason")
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 10 "

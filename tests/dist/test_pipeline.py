@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.claims import claim
 from tests.dist.compare import norm_of
 from tests.dist.parity_cases import (
     SAMPLES_PER_STEP,
@@ -96,18 +95,6 @@ def check_layers(parallel: Mapping[str, Any], engine: Any) -> None:
         assert layer.group.sequence_parallel == parallel.get("sequence_parallel", False)
 
 
-@claim(
-    "logging",
-    "zeros of the gradient and norms of gradients, parameters and updates by layer equal the "
-    "full tensors', in every layout and at every ZeRO stage",
-)
-@claim(
-    "parallel",
-    "pipeline stages equal one process: ZeRO 0 and 1 x tensor and data parallelism, tied "
-    "embeddings, accumulation, clipping, dropout, documents, changing lengths and batches; with "
-    "one stage per rank (1F1B) and two (DualPipeV)",
-)
-@claim("parallel", "and so it does with pipeline stages")
 @pytest.mark.parametrize(
     "name",
     [
@@ -116,6 +103,15 @@ def check_layers(parallel: Mapping[str, Any], engine: Any) -> None:
     ],
 )
 def test_stages_equal_one_process(name: str, results: JobResults) -> None:
+    """Claim (logging): zeros of the gradient and norms of gradients, parameters and updates by
+    layer equal the full tensors', in every layout and at every ZeRO stage
+
+    Claim (parallel): pipeline stages equal one process: ZeRO 0 and 1 x tensor and data parallelism,
+    tied embeddings, accumulation, clipping, dropout, documents, changing lengths and batches; with
+    one stage per rank (1F1B) and two (DualPipeV)
+
+    Claim (parallel): and so it does with pipeline stages
+    """
     case = CASES[name]
     config, reference = config_of(case), train_alone(case)
     size = None if "optimizer" in case.changes else case.micro_batch_size
@@ -131,15 +127,13 @@ def test_stages_equal_one_process(name: str, results: JobResults) -> None:
         assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
 
 
-@claim(
-    "parallel",
-    "with pipeline stages on three replicas, both copies of a tied embedding and of its gradient "
-    "are equal bit for bit after four steps",
-)
 def test_copies_of_a_tied_embedding_stay_equal_on_three_replicas() -> None:
     """The sum over three ranks depends on their order, which two stages may have differently.
 
     `train` compares the copies of weights and gradients bit by bit.
+
+    Claim (parallel): with pipeline stages on three replicas, both copies of a tied embedding and of
+    its gradient are equal bit for bit after four steps
     """
     steps, replicas = 4, 3
     jobs, references = {}, {}

@@ -38,7 +38,6 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.communication import step_traffic
 from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
 from megatron_ds.train_state import StepPlan, StepResult
-from tests.claims import claim
 from tests.dist.rank_jobs import Job, JobResults, run_jobs, selected
 from tests.observed import Observed
 from tests.proofs.cases import with_proofs
@@ -374,12 +373,10 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_jobs(4, jobs)
 
 
-@claim(
-    "deepspeed",
-    "the planned messages of a step equal the messages of trained steps, by operation and byte",
-)
 @pytest.mark.parametrize("name", with_proofs(LAYOUTS, LAYOUTS.keys() - set(IN_MAKE_TEST)))
 def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -> None:
+    """Claim (deepspeed): the planned messages of a step equal the messages of trained steps, by
+    operation and byte"""
     config = config_of(LAYOUTS[name], 4)
     dp_size = config.parallel.data_parallel_size(4)
     run = PlannedRun.of(config, memory_inputs(config, dp_size, "cpu"))
@@ -390,16 +387,13 @@ def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -
         assert found == dict(planned)
 
 
-@claim(
-    "precision",
-    "in bf16, ZeRO 1 sums gradients during the last backward pass with the same weights and "
-    "norms, bit for bit, as after it: tensor parallelism, tied pipeline stages, experts; after "
-    "the norm a step waits once and takes at most 14 operations, 20 with experts",
-)
 @pytest.mark.parametrize("layout", with_proofs(SUMMED, ("zero1 tp2", "zero1 ep2 sp2")))
 def test_gradients_summed_during_the_backward_pass_are_those_summed_after_it(
     layout: str, outcomes: JobResults
 ) -> None:
+    """Claim (precision): in bf16, ZeRO 1 sums gradients during the last backward pass with the same
+    weights and norms, bit for bit, as after it: tensor parallelism, tied pipeline stages, experts;
+    after the norm a step waits once and takes at most 14 operations, 20 with experts"""
     in_slices, afterwards = outcomes.of(f"{layout} True"), outcomes.of(f"{layout} False")
     for found, expected in zip(in_slices, afterwards, strict=True):
         assert found.slices > 2

@@ -21,7 +21,6 @@ from benchmarks.communication import Setting, bytes_of_a_step
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
-from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differing_bits, differing_names, norm_of, worst_difference
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, parity_job, resume, swapping
@@ -189,9 +188,9 @@ def compare_with_bare_loop(meshes: dict[int, Mesh]) -> dict[str, float]:
     return losses
 
 
-@claim("precision", "bf16 follows fp32")
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
 def test_bf16_follows_fp32(stage: int, tp: int, outcomes: JobResults) -> None:
+    """Claim (precision): bf16 follows fp32"""
     reference = reference_of("learned", "adamw")
     for run in outcomes.of(f"bf16-{stage}-{tp}"):
         assert run.notes["types"] == ["torch.bfloat16", "torch.float32"]
@@ -231,12 +230,14 @@ def accumulated_alone() -> Tensors:
     return reference.gradients[0]
 
 
-@claim("precision", "bf16 gradients are accumulated in fp32")
 @pytest.mark.parametrize(("stage", "in_fp32"), with_proofs(ACCUMULATING, ACCUMULATING[1:2]))
 def test_bf16_gradients_are_accumulated_in_fp32(
     stage: int, in_fp32: bool, outcomes: JobResults
 ) -> None:
-    """The tolerance leaves room for the bf16 arithmetic of the model itself."""
+    """The tolerance leaves room for the bf16 arithmetic of the model itself.
+
+    Claim (precision): bf16 gradients are accumulated in fp32
+    """
     wanted = accumulated_alone()
     for run in outcomes.of(f"accumulating-{stage}-{in_fp32}"):
         accumulated = "torch.float32" if in_fp32 else "torch.bfloat16"
@@ -246,11 +247,13 @@ def test_bf16_gradients_are_accumulated_in_fp32(
         assert off < 0.01 if in_fp32 else off > 0.03, off
 
 
-@claim("precision", "CPU offload of optimizer and parameters changes nothing, within 1e-5 in fp32")
 @pytest.mark.parametrize(("stage", "tp", "remote"), with_proofs(OFFLOADED, OFFLOADED[1:2]))
 def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: JobResults) -> None:
     """The process it is compared with knows no offloading; the parity cases run without it equal
-    the same process."""
+    the same process.
+
+    Claim (precision): CPU offload of optimizer and parameters changes nothing, within 1e-5 in fp32
+    """
     reference = reference_of("learned", "adamw")
     assert outcomes.differences(f"offloaded-{stage}-{tp}-{remote}", reference) == []
 
@@ -275,15 +278,14 @@ def test_states_on_a_disk_change_nothing(name: str, outcomes: JobResults) -> Non
         assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
 
 
-@claim(
-    "non-finite",
-    "weights that are not finite are neither loaded nor saved, and no checkpoint is removed "
-    "after a skipped step",
-)
 @pytest.mark.libaio
 @pytest.mark.parametrize("loaded", ["nvme", "cpu"])
 def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults) -> None:
-    """Bit for bit, wherever the run that loads the checkpoint keeps its states."""
+    """Bit for bit, wherever the run that loads the checkpoint keeps its states.
+
+    Claim (non-finite): weights that are not finite are neither loaded nor saved, and no checkpoint
+    is removed after a skipped step
+    """
     for seen in outcomes.of("resume"):
         (results, weights, finite), (expected, continued, _) = seen[loaded], seen["continued"]
         assert finite == [False, True]  # a checkpoint with a NaN, and the right one after it
@@ -292,27 +294,21 @@ def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults
         assert differing_names(weights, seen["saved"][1]) != []
 
 
-@claim(
-    "precision",
-    "overlapped gradient reduction, and bf16 gradients added to their accumulator at once, "
-    "change no bit on two ranks",
-)
 @pytest.mark.parametrize(("switch", "stage", "tp", "bf16"), with_proofs(TIMING, TIMING[:1]))
 def test_when_a_gradient_is_sent_changes_no_bit(
     switch: str, stage: int, tp: int, bf16: bool, outcomes: JobResults
 ) -> None:
+    """Claim (precision): overlapped gradient reduction, and bf16 gradients added to their
+    accumulator at once, change no bit on two ranks"""
     name = f"{switch}-{stage}-{tp}-{bf16}"
     for on, off in zip(outcomes.of(f"{name}-True"), outcomes.of(f"{name}-False"), strict=True):
         assert differing_bits(on, off) == []
 
 
-@claim(
-    "precision",
-    "the bytes that each ZeRO stage communicates are listed in "
-    "[zero.md](../training/zero.md#communication)",
-)
 @pytest.mark.parametrize("stage", with_proofs(COMMUNICATED, [1]))
 def test_stages_communicate_the_documented_bytes(stage: int, outcomes: JobResults) -> None:
+    """Claim (precision): the bytes that each ZeRO stage communicates are listed in
+    [zero.md](../training/zero.md#communication)"""
     for found in outcomes.of(f"communication-{stage}"):
         assert found["messages"] == pytest.approx(COMMUNICATED[stage], rel=0.02)
 

@@ -3,6 +3,8 @@
 Every layout has the configured settings, and a run stops if any compared setting differs. A setting
 is falsified where the built engine keeps it, and then restored; some are also falsified on their
 way to DeepSpeed, to show that the read-back follows what DeepSpeed does with them.
+
+Claim (parallel): DeepSpeed's actual settings equal the configured ones, or the run stops
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.planning.memory_estimate import estimate
 from megatron_ds.planning.memory_inputs import MemoryInputs, memory_inputs
 from megatron_ds.train_state import TrainState
-from tests.claims import claim
 from tests.dist.engine_harness import batches_of, build, prepare
 from tests.dist.parity_cases import SHAPE, Case, config_of, ds_file
 from tests.dist.reference import Samples
@@ -41,8 +42,6 @@ from tests.dist.synchronization import reads_of_steps
 from tests.distributed import run_ranks
 from tests.problems import codes
 from tests.unit.engine.test_adam_kernels import FusedAdam
-
-claim("parallel", "DeepSpeed's actual settings equal the configured ones, or the run stops")
 
 BASE, APEX, QUANTIZED = "zero1 bf16", "zero1 apex", "zero3 quantized weights"
 DEEPSPEED_UNITS = {
@@ -346,12 +345,12 @@ def test_unused_muon_optimizer_is_not_compiled(results: list[RankResult]) -> Non
     assert [rank.muon_is_compiled for rank in results] == [False, False]
 
 
-@claim(
-    "precision",
-    "between two logs only the optimizers wait for the device, once they have the norm",
-)
 def test_steps_between_logs_do_not_wait_for_the_device(results: list[RankResult]) -> None:
-    """They wait once they have the norm, to decide whether to step."""
+    """They wait once they have the norm, to decide whether to step.
+
+    Claim (precision): between two logs only the optimizers wait for the device, once they have the
+    norm
+    """
     for rank in results:
         for layout in layouts():
             if layout == APEX:  # plain AdamW stands in for it, which reads its step counters

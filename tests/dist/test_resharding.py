@@ -54,7 +54,6 @@ from megatron_ds.engine.deepspeed.loss_scaler import STATE
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.inference.load_checkpoint import load_model
-from tests.claims import claim
 from tests.dist import proofs
 from tests.dist.compare import differing_names, worst_difference
 from tests.dist.engine_harness import Meshes, batches_of, full_tensor, full_weights, of_all_stages
@@ -687,70 +686,61 @@ def last(form: str, basic: Collection[str]) -> list[Any]:
     return mostly_proofs([(source, target) for target, source in LAST.items()], form, basic)
 
 
-@claim(
-    "checkpoints",
-    "a checkpoint of any layout (tensor-, pipeline-, data-, expert- and Ulysses-parallel sizes, "
-    "ZeRO stage, precision, offload, order of flat tensors; AdamW, SGD, Lion, Muon) continues on "
-    "any other: weights and moments equal bit for bit, the next step to 1e-6 in fp32",
-)
 @pytest.mark.parametrize(("form", "pairs"), cases(BASIC, ""))
 def test_every_layout_continues_checkpoints_of_others(
     form: str, pairs: list[Pair], outcomes: Outcome
 ) -> None:
+    """Claim (checkpoints): a checkpoint of any layout (tensor-, pipeline-, data-, expert- and
+    Ulysses-parallel sizes, ZeRO stage, precision, offload, order of flat tensors; AdamW, SGD, Lion,
+    Muon) continues on any other: weights and moments equal bit for bit, the next step to 1e-6 in
+    fp32"""
     assert outcomes.differences(form, pairs) == []
 
 
-@claim(
-    "checkpoints",
-    "a checkpoint of any layout (tensor-, pipeline-, data-, expert- and Ulysses-parallel sizes, "
-    "ZeRO stage, precision, offload, order of flat tensors; AdamW, SGD, Lion, Muon) continues on "
-    "any other: weights and moments equal bit for bit, the next step to 1e-6 in fp32",
-)
 @pytest.mark.proof
 @pytest.mark.parametrize(("form", "pairs"), cases(FURTHER, ""))
 def test_every_layout_continues_further_checkpoints(
     form: str, pairs: list[Pair], outcomes: Outcome
 ) -> None:
+    """Claim (checkpoints): a checkpoint of any layout (tensor-, pipeline-, data-, expert- and
+    Ulysses-parallel sizes, ZeRO stage, precision, offload, order of flat tensors; AdamW, SGD, Lion,
+    Muon) continues on any other: weights and moments equal bit for bit, the next step to 1e-6 in
+    fp32"""
     assert outcomes.differences(form, pairs) == []
 
 
-@claim(
-    "checkpoints",
-    "a checkpoint of any layout, converted to the universal format, gives every other layout the "
-    "same states bit for bit as the checkpoint itself",
-)
 @pytest.mark.parametrize(("form", "pairs"), last(SUFFIX, UNIVERSAL))
 def test_a_universal_checkpoint_gives_the_states_of_the_checkpoint_itself(
     form: str, pairs: list[Pair], outcomes: Outcome
 ) -> None:
+    """Claim (checkpoints): a checkpoint of any layout, converted to the universal format, gives
+    every other layout the same states bit for bit as the checkpoint itself"""
     assert outcomes.differences(form, pairs) == []
 
 
-@claim(
-    "checkpoints",
-    "checkpoints without states of the optimizer have the weights of any layout, and continue "
-    "without these states only",
-)
-@claim("checkpoints", "`--finetune` and `--no-load-optim` take the weights alone, on any layout")
 @pytest.mark.parametrize(("form", "pairs"), last(WEIGHTS, WITHOUT_OPTIMIZER))
 def test_weights_alone_continue_on_any_layout(
     form: str, pairs: list[Pair], outcomes: Outcome
 ) -> None:
+    """Claim (checkpoints): checkpoints without states of the optimizer have the weights of any
+    layout, and continue without these states only
+
+    Claim (checkpoints): `--finetune` and `--no-load-optim` take the weights alone, on any layout
+    """
     assert outcomes.differences(form, pairs) == []
 
 
-@claim(
-    "checkpoints",
-    "asynchronous saves write the files of synchronous ones byte by byte, in every layout, "
-    "precision and offload",
-)
 @pytest.mark.parametrize(
     ("form", "pairs"), mostly_proofs([(name, name) for name in LAYOUTS], ASYNC, IN_BACKGROUND)
 )
 def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(
     form: str, pairs: list[Pair], outcomes: Outcome
 ) -> None:
-    """Although the states have changed between the copy and the write."""
+    """Although the states have changed between the copy and the write.
+
+    Claim (checkpoints): asynchronous saves write the files of synchronous ones byte by byte, in
+    every layout, precision and offload
+    """
     ((name, _),) = pairs
     outcomes.saves.of(name)
     (path,) = list_checkpoints(outcomes.folder / name)
@@ -768,8 +758,8 @@ def test_files_give_the_weights_of_the_run(outcomes: Outcome) -> None:
         assert not any(outcomes.saves.of(name)), name
 
 
-@claim("checkpoints", "resharding leaves the checkpoint as it was")
 def test_loads_leave_the_checkpoints_as_they_were(outcomes: Outcome) -> None:
+    """Claim (checkpoints): resharding leaves the checkpoint as it was"""
     for name in outcomes.saves.results:
         (path,) = list_checkpoints(outcomes.folder / name)
         assert check_names(path) is None

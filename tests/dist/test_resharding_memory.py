@@ -22,7 +22,6 @@ from megatron_ds.checkpoint.metadata import list_checkpoints
 from megatron_ds.checkpoint.universal.folders import SUFFIX
 from megatron_ds.checkpoint.universal.reader import UniversalStates
 from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
-from tests.claims import claim
 from tests.dist.engine_harness import prepare
 from tests.dist.test_resharding import Continued, Layout
 from tests.distributed import run_ranks
@@ -124,12 +123,10 @@ def watched_reads(training: Continued, manager: CheckpointManager) -> tuple[int,
     return peak, source.bytes_read
 
 
-@claim(
-    "checkpoints",
-    "a resharding, and a conversion to the universal format, need less memory than two of the "
-    "largest tensor; every value is read by one process, every byte from the disk once",
-)
 def test_a_load_reads_each_byte_once_in_the_memory_of_one_tensor(tmp_path: Path) -> None:
+    """Claim (checkpoints): a resharding, and a conversion to the universal format, need less memory
+    than two of the largest tensor; every value is read by one process, every byte from the disk
+    once"""
     ranks = run_ranks(measure, 2, tmp_path)
     states = 3 * sum(
         4 * torch.Size(shape).numel()

@@ -35,7 +35,6 @@ from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.dist.compare import differing_names
 from tests.dist.engine_harness import Meshes, batches_of, build
 from tests.dist.nonfinite_harness import RATES, WORLD, Training, corrupt_gradient
@@ -405,18 +404,18 @@ def outcomes(
     return run_jobs(WORLD, jobs)
 
 
-@claim(
-    "checkpoints",
-    "settings changed on a resume (learning rate, weight decay, clipping, betas, epsilon, "
-    "momentum, dropout, micro-batch, loss scaling) act as in a run that never stopped, bit for "
-    "bit",
-)
-@claim("precision", "Lion and Muon resume bit for bit, with offloaded states, too")
-@claim("parallel", "a resumed run of such ranks continues bit for bit")
 @pytest.mark.parametrize("name", CASES)
 def test_changed_settings_act_as_in_a_run_that_never_stopped(
     name: str, outcomes: JobResults
 ) -> None:
+    """Claim (checkpoints): settings changed on a resume (learning rate, weight decay, clipping,
+    betas, epsilon, momentum, dropout, micro-batch, loss scaling) act as in a run that never
+    stopped, bit for bit
+
+    Claim (precision): Lion and Muon resume bit for bit, with offloaded states, too
+
+    Claim (parallel): a resumed run of such ranks continues bit for bit
+    """
     for seen in outcomes.of(name):
         assert seen["differences"] == []
 
@@ -428,10 +427,12 @@ def test_each_changed_setting_has_an_effect(name: str, outcomes: JobResults) -> 
     assert any(seen["effect"] for seen in outcomes.of(name)), left_out()[name]
 
 
-@claim("checkpoints", "optimizer states may move between device and host on a resume")
 @pytest.mark.parametrize("name", OPTIMIZERS_CHANGED)
 def test_optimizer_states_may_move_between_device_and_host(name: str, outcomes: JobResults) -> None:
-    """Another implementation of AdamW computes the steps, so results are close, not equal."""
+    """Another implementation of AdamW computes the steps, so results are close, not equal.
+
+    Claim (checkpoints): optimizer states may move between device and host on a resume
+    """
     for seen in outcomes.of(name):
         moved, continued = seen["moved"], seen["continued"]
         for one, other in zip(moved.results, continued.results, strict=True):
@@ -462,24 +463,20 @@ def test_settings_are_read_back_after_the_load(outcomes: JobResults) -> None:
         assert (scale.scale, scale.window, scale.hysteresis, scale.minimum) == (512, 2, 1, 256)
 
 
-@claim(
-    "checkpoints",
-    "a checkpoint records where each parameter is in the optimizer's flat tensors",
-)
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_at_their_recorded_places(name: str, outcomes: JobResults) -> None:
+    """Claim (checkpoints): a checkpoint records where each parameter is in the optimizer's flat
+    tensors"""
     for seen in outcomes.of(name):
         assert seen["misplaced"] == []
 
 
-@claim(
-    "checkpoints",
-    "of all keys of `zero_optimization`, those that change this order are part of the layout",
-)
 @pytest.mark.parametrize("stage", with_proofs(STAGES, [2]))
 def test_keys_that_order_the_flat_tensors_are_the_recorded_ones(
     stage: int, outcomes: JobResults
 ) -> None:
+    """Claim (checkpoints): of all keys of `zero_optimization`, those that change this order are
+    part of the layout"""
     assert tuple(ORDERED) == PARTITION_KEYS
     assert UNTRIED | ORDERED.keys() | UNORDERED.keys() == BLOCKS["zero_optimization"].keys()
     for seen in outcomes.of(f"order {stage}"):

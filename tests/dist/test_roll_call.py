@@ -1,4 +1,8 @@
-"""The roll call of ranks on several hosts, through a real store."""
+"""The roll call of ranks on several hosts, through a real store.
+
+Claim (command-line): ranks that do not come are named; a second attempt of torchrun, in whose store
+the first one has written, starts
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,9 @@ from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.ranks import roll_call
 from megatron_ds.launch.ranks.host_differences import Verdict
 from megatron_ds.launch.ranks.roll_call import HostsDiffer, RollCall
-from tests.claims import claim
 from tests.distributed import run_ranks
 from tests.fork_server import free_port
 from tests.problems import printed_codes
-
-claim(
-    "command-line",
-    "ranks that do not come are named; a second attempt of torchrun, in whose store the first "
-    "one has written, starts",
-)
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=60)

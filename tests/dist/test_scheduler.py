@@ -18,7 +18,6 @@ from megatron_ds.inference.generation.tp_group import TpGroupBroken, TpLink
 from megatron_ds.inference.serving.scheduler import Failed, Finished, Scheduler
 from megatron_ds.inference.serving.service import GenerationJob, TextGenerationService
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.distributed import run_ranks
 from tests.unit.inference.models import EOD, model_of
 from tests.unit.inference.schedulers import ByteTokenizer, Listener, LocalLink
@@ -138,8 +137,8 @@ def serve_all(rank: int) -> dict[str, Any]:
     return found
 
 
-@claim("serving", "ranks of a server stay in step or end")
 def test_two_ranks_stay_in_step_or_end() -> None:
+    """Claim (serving): ranks of a server stay in step or end"""
     first, second = run_ranks(serve_all, 2, timeout=120)
 
     assert first["pair"] == first["alone"]

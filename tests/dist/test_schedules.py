@@ -15,7 +15,6 @@ import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import StepPlan
-from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, config_of, scheduled_plans
 from tests.dist.rank_jobs import JobResults, run_jobs, selected, training
@@ -125,10 +124,12 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_jobs(WORLD, jobs)
 
 
-@claim("schedules", "a sequence length curriculum with batch sizes by tokens equals one process")
-@claim("schedules", "a batch size ramp-up equals one process")
 @pytest.mark.parametrize("name", with_proofs(CASES, PROOFS))
 def test_schedule_equals_one_process(name: str, outcomes: JobResults) -> None:
+    """Claim (schedules): a sequence length curriculum with batch sizes by tokens equals one process
+
+    Claim (schedules): a batch size ramp-up equals one process
+    """
     schedule, (config, plans) = CASES[name][0], config_and_plans(name)
     assert [plan.seq_length for plan in plans] == schedule.lengths
     assert [plan.global_batch_size for plan in plans] == schedule.batches

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case, reference_of, train_alone
@@ -81,23 +80,17 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_by_world(needed)
 
 
-@claim(
-    "parallel",
-    "sequence parallelism (`--sequence-parallel`) trains exactly like a single process, with its "
-    "dropout masks",
-)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
+    """Claim (parallel): sequence parallelism (`--sequence-parallel`) trains exactly like a single
+    process, with its dropout masks"""
     assert outcomes.differences(case.name, reference_of(case.model, case.optimizer)) == []
 
 
-@claim(
-    "parallel",
-    "sequence parallelism (`--sequence-parallel`) trains exactly like a single process, with its "
-    "dropout masks",
-)
 @pytest.mark.parametrize("name", with_proofs(HIDDEN_DROPOUT_CASES, ["compiled"]))
 def test_dropout_masks_are_those_of_one_process(name: str, outcomes: JobResults) -> None:
+    """Claim (parallel): sequence parallelism (`--sequence-parallel`) trains exactly like a single
+    process, with its dropout masks"""
     reference = train_alone(
         dataclasses.replace(LEARNED, changes={"model": {"hidden_dropout": 0.2}})
     )

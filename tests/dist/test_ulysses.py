@@ -21,7 +21,6 @@ from megatron_ds.model.attention.cores import EagerAttention, UlyssesAttention
 from megatron_ds.model.attention.masks import ragged_bias
 from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
-from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differences, differing_bits
 from tests.dist.engine_harness import Meshes, train
@@ -148,21 +147,19 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_by_world(needed)
 
 
-@claim(
-    "parallel",
-    "ranks that share every sequence (DeepSpeed-Ulysses) train like one process, also with fewer "
-    "key-value heads than ranks, with unequal loss masks, and together with `--sequence-parallel`",
-)
 @pytest.mark.parametrize(
     "name",
     [pytest.param("zero1", marks=pytest.mark.smoke), *with_proofs(list(LAYOUTS)[1:], PROOFS)],
 )
 def test_shared_sequences_train_like_one_process(name: str, outcomes: JobResults) -> None:
+    """Claim (parallel): ranks that share every sequence (DeepSpeed-Ulysses) train like one process,
+    also with fewer key-value heads than ranks, with unequal loss masks, and together with
+    `--sequence-parallel`"""
     assert outcomes.differences(name, train_alone(LAYOUTS[name])) == []
 
 
-@claim("parallel", "and so they do with dropout, given the same masks")
 def test_dropout_equals_one_process_with_the_same_masks(outcomes: JobResults) -> None:
+    """Claim (parallel): and so they do with dropout, given the same masks"""
     (run, masks), (_, others) = outcomes.of("recorded")
     # Hidden states [S, B, H] are sliced by the sequence, attention weights [B, n, S, S] by heads.
     recorded = iter(

@@ -33,7 +33,6 @@ from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from tests.claims import claim
 from tests.dist.engine_harness import Meshes, prepare
 from tests.dist.reference import Tensors
 from tests.dist.test_resharding import (
@@ -171,33 +170,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return folder, run_ranks(save_and_convert, 2, folder)
 
 
-@claim(
-    "checkpoints",
-    "a plain DeepSpeed engine loads universal checkpoints of this program, with ZeRO 1 and 3, on "
-    "one and two processes; this program loads those of DeepSpeed's converter, without tensor "
-    "parallelism",
-)
 def test_deepspeed_and_this_program_load_each_others_checkpoints(checkpoints: Checkpoints) -> None:
+    """Claim (checkpoints): a plain DeepSpeed engine loads universal checkpoints of this program,
+    with ZeRO 1 and 3, on one and two processes; this program loads those of DeepSpeed's converter,
+    without tensor parallelism"""
     assert checkpoints[1] == [[], []]
 
 
-@claim(
-    "checkpoints",
-    "a plain DeepSpeed engine loads universal checkpoints of this program, with ZeRO 1 and 3, on "
-    "one and two processes; this program loads those of DeepSpeed's converter, without tensor "
-    "parallelism",
-)
 def test_deepspeed_loads_them_on_another_layout(checkpoints: Checkpoints) -> None:
+    """Claim (checkpoints): a plain DeepSpeed engine loads universal checkpoints of this program,
+    with ZeRO 1 and 3, on one and two processes; this program loads those of DeepSpeed's converter,
+    without tensor parallelism"""
     assert run_ranks(load_on_one, 1, checkpoints[0]) == [[]]
 
 
-@claim(
-    "checkpoints",
-    "without tensor parallelism, DeepSpeed's converter with `--inject_missing_state` writes the "
-    "same tensors as `ds_to_universal.py`",
-)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_both_converters_write_the_same_tensors(name: str, checkpoints: Checkpoints) -> None:
+    """Claim (checkpoints): without tensor parallelism, DeepSpeed's converter with
+    `--inject_missing_state` writes the same tensors as `ds_to_universal.py`"""
     folder = checkpoints[0]
     (own,), (theirs,) = (
         [path for path in (folder / each).iterdir() if is_universal(path)]
@@ -219,16 +209,13 @@ def test_both_converters_write_the_same_tensors(name: str, checkpoints: Checkpoi
         assert torch.equal(own_values, values[: len(own_values) if is_table else None]), path
 
 
-@claim(
-    "checkpoints",
-    "`--dtype fp32`, `tools/zero_to_fp32.py` and the `zero_to_fp32.py` next to the checkpoints "
-    "write the master weights of bf16 runs bit for bit, with ZeRO 2 equal to DeepSpeed's script; "
-    "also with tensor parallelism and pipeline stages",
-)
 @pytest.mark.parametrize("name", HALVES)
 def test_the_script_beside_a_checkpoint_writes_the_master_weights(
     name: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (checkpoints): `--dtype fp32`, `tools/zero_to_fp32.py` and the `zero_to_fp32.py` next
+    to the checkpoints write the master weights of bf16 runs bit for bit, with ZeRO 2 equal to
+    DeepSpeed's script; also with tensor parallelism and pipeline stages"""
     folder = checkpoints[0] / f"bf16 {name}"
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", str(folder), str(tmp_path / "own")])
     with pytest.raises(SystemExit) as ended:

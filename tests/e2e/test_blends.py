@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.claims import claim
 from tests.e2e.conftest import write_corpus
 from tests.e2e.runs import (
     Launcher,
@@ -38,15 +37,15 @@ def record_of(folder: Path, step: int) -> dict[str, Any]:
     return values["data"]  # type: ignore[no-any-return]
 
 
-@claim(
-    "samples",
-    "a run whose blend changed on resume is the same on any number of ranks, and after a kill",
-)
 def test_blend_changes_on_resume_and_survives_a_kill(
     launcher: Launcher, base: Settings, corpus: Path, second_corpus: Path, tmp_path: Path
 ) -> None:
     """One file, then a blend of its training split with another file: on two ranks, uninterrupted
-    and killed, and on one rank, which reads the same samples and drops the same activations."""
+    and killed, and on one rank, which reads the same samples and drops the same activations.
+
+    Claim (samples): a run whose blend changed on resume is the same on any number of ranks, and
+    after a kill
+    """
     one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
     settings = {**base, "global_batch_size": BATCH, "train_iters": END, "save_interval": 2}
     blended = {
@@ -107,10 +106,10 @@ def test_blend_changes_on_resume_and_survives_a_kill(
     assert f"changes after {consumed} samples" not in resumed
 
 
-@claim("samples", "named groups of validation and test data are logged under their names")
 def test_groups_are_evaluated_and_logged_by_name(
     launcher: Launcher, base: Settings, corpus: Path, second_corpus: Path, tmp_path: Path
 ) -> None:
+    """Claim (samples): named groups of validation and test data are logged under their names"""
     groups = tmp_path / "groups"
     groups.write_text(f'"X 1: 1 0.9:1 {corpus}" "X2: 1 0.5:1 {second_corpus}, 0 0:1 nowhere"\n')
     run, board = tmp_path / "run", tmp_path / "board"

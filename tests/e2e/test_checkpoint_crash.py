@@ -26,7 +26,6 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
-from tests.claims import claim
 from tests.e2e.runs import (
     RANKS,
     SCHEDULE,
@@ -93,16 +92,15 @@ def test_a_crash_during_a_save_loses_at_most_that_save(
     assert [path.name for path in run.glob(".*")] == []
 
 
-@claim(
-    "non-finite",
-    "weights that are not finite are neither loaded nor saved, and no checkpoint is removed "
-    "after a skipped step",
-)
 def test_resume_falls_back_to_the_checkpoint_before_damaged_ones(
     uninterrupted: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """A NaN with the right checksum in one checkpoint, a flipped byte in the next, a truncated
-    file, and a missing one in the last."""
+    file, and a missing one in the last.
+
+    Claim (non-finite): weights that are not finite are neither loaded nor saved, and no checkpoint
+    is removed after a skipped step
+    """
     run = tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run, "load": run, "save_interval": 1}
     launcher.start(settings, ranks=RANKS).succeed()
@@ -208,12 +206,6 @@ def check_after_kill(run: Path, full: Path) -> int:
     return read_run(found[0]).iteration if found else 0
 
 
-@claim(
-    "checkpoints",
-    "a run that is killed again and again while saving, synchronously or not (a rank, all, the "
-    "launcher), has complete checkpoints only, and equals an uninterrupted one bit for bit: two "
-    "kills of asynchronous saves in `make test`, 150 of both in `make proofs`",
-)
 @pytest.mark.parametrize(
     ("kills", "async_save"),
     with_proofs(
@@ -228,6 +220,10 @@ def test_kills_during_saves_lose_no_checkpoint_and_change_no_bit(
 
     Every 25th time it has a launcher, which is killed. Every step's loss finally equals that of an
     uninterrupted run.
+
+    Claim (checkpoints): a run that is killed again and again while saving, synchronously or not (a
+    rank, all, the launcher), has complete checkpoints only, and equals an uninterrupted one bit for
+    bit: two kills of asynchronous saves in `make test`, 150 of both in `make proofs`
     """
     full, run = tmp_path / "full", tmp_path / "run"
     # Each kill is at the first or second save after a resume, or at one of the next ones.

@@ -2,6 +2,9 @@
 
 The run reports it, keeps the older checkpoint, removes the partial one, and continues or exits as
 --on-save-error says. faulty_disk.cpp lets the system calls themselves fail or wait.
+
+Claim (checkpoints): a full or failing disk costs one checkpoint, on one rank or on all, and no rank
+hangs
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import pytest
 from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints, read_run
 from megatron_ds.launch.exit_codes import ExitCode
-from tests.claims import claim
 from tests.e2e.runs import (
     ENDLESS,
     RANKS,
@@ -31,11 +33,6 @@ from tests.e2e.runs import (
 from tests.faults import FAILURE
 from tests.problems import printed_codes
 from tests.proofs.cases import with_proofs
-
-claim(
-    "checkpoints",
-    "a full or failing disk costs one checkpoint, on one rank or on all, and no rank hangs",
-)
 
 SAVED = "successfully saved checkpoint"
 
@@ -100,11 +97,6 @@ PROOFS = {name for name in CASES if "ZeRO 3" in name} | {
 }
 
 
-@claim(
-    "checkpoints",
-    "a full or failing disk of an asynchronous save is reported after a step, and costs one "
-    "checkpoint",
-)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.proof] * (name in PROOFS)) for name in CASES]
 )
@@ -116,7 +108,11 @@ def test_a_full_or_failing_disk_costs_one_checkpoint(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    """The run continues, or exits and is resumed; it ends as on a disk without faults."""
+    """The run continues, or exits and is resumed; it ends as on a disk without faults.
+
+    Claim (checkpoints): a full or failing disk of an asynchronous save is reported after a step,
+    and costs one checkpoint
+    """
     case, run = CASES[name], tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run, "load": run, "zero_stage": case.zero_stage}
     settings |= {"async_save": case.async_save}
@@ -148,15 +144,12 @@ def test_a_full_or_failing_disk_costs_one_checkpoint(
         assert not checkpoint_differences(whole / tag, run / tag)
 
 
-@claim(
-    "checkpoints",
-    "a `--save` folder that is removed during a save costs the checkpoints in it: the next save "
-    "creates it, and `metrics.jsonl` continues",
-)
 @pytest.mark.parametrize("async_save", with_proofs([False, True], [False]))
 def test_a_folder_that_is_removed_during_a_save_is_created_by_the_next_one(
     async_save: bool, launcher: Launcher, base: Settings, uninterrupted: Path, tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): a `--save` folder that is removed during a save costs the checkpoints in
+    it: the next save creates it, and `metrics.jsonl` continues"""
     run = tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run, "load": run, "async_save": async_save}
     fault = "before-rename:4:remove-folder"
@@ -189,15 +182,14 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
     assert (run / "latest").read_text() == "global_step2"
 
 
-@claim(
-    "checkpoints",
-    "training continues while a slow disk writes; saves never interleave; a run ends after its "
-    "last save",
-)
 def test_training_continues_while_a_slow_disk_writes_and_a_stopped_run_waits_for_it(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """One rank, which prints everything in its order. A save takes longer than five steps."""
+    """One rank, which prints everything in its order. A save takes longer than five steps.
+
+    Claim (checkpoints): training continues while a slow disk writes; saves never interleave; a run
+    ends after its last save
+    """
     run = tmp_path / "run"
     settings = {**base, "save": run, "async_save": True, "micro_batch_size": 4}
     settings |= {"train_iters": ENDLESS, "global_batch_size": 4, "save_interval": 5}

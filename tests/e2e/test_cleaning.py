@@ -11,7 +11,6 @@ from megatron_ds.cleaning import find_duplicates as duplicates_module
 from megatron_ds.cleaning import url_lists
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.fileio.resumable import RECORD
-from tests.claims import claim
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
 from tests.pages.flags import REPOSITORY, load
@@ -34,13 +33,12 @@ def kill_everywhere(
     return kills
 
 
-@claim(
-    "cleaning",
-    "a cleaning run that is killed at any point and resumed ends with the bytes of an "
-    "uninterrupted one",
-)
 def test_a_run_that_is_killed_anywhere_ends_with_uninterrupted_output(tmp_path: Path) -> None:
-    """Killed once, and then again on its way."""
+    """Killed once, and then again on its way.
+
+    Claim (cleaning): a cleaning run that is killed at any point and resumed ends with the bytes of
+    an uninterrupted one
+    """
     corpus(tmp_path)
     clean(everything(tmp_path))
     wanted = files(tmp_path)

@@ -19,7 +19,6 @@ from megatron_ds.cleaning.stats import Counts
 from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.shard_files import shard_folder
 from megatron_ds.preprocess.shards import Shard
-from tests.claims import claim
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
 from tests.problems import printed_codes, raises_problem
@@ -49,14 +48,13 @@ def remove_results(folder: Path) -> None:
             path.unlink()
 
 
-@claim(
-    "cleaning",
-    "cleaning by shards finds the duplicates across all of them and ends with the bytes of one "
-    "process",
-)
 @pytest.mark.parametrize("count", with_proofs([2, 5], [2]))
 def test_duplicates_across_shards_are_those_of_one_process(tmp_path: Path, count: int) -> None:
-    """All files, also the list of dropped documents with their lines and the report."""
+    """All files, also the list of dropped documents with their lines and the report.
+
+    Claim (cleaning): cleaning by shards finds the duplicates across all of them and ends with the
+    bytes of one process
+    """
     corpus(tmp_path)
     counts = clean(everything(tmp_path))
     wanted = files(tmp_path)

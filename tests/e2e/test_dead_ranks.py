@@ -1,4 +1,7 @@
-"""A rank that dies or hangs ends its peers; the message names the rank, the cause and a remedy."""
+"""A rank that dies or hangs ends its peers; the message names the rank, the cause and a remedy.
+
+Claim (stopping): a rank that dies or hangs ends the other ranks, which name it and the reason
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import (
     Launcher,
     Settings,
@@ -24,17 +26,7 @@ from tests.faults import FAILURE, HANG_MESSAGE
 from tests.problems import printed_codes
 from tests.proofs.cases import with_proofs
 
-claim("stopping", "a rank that dies or hangs ends the other ranks, which name it and the reason")
 
-
-@claim(
-    "command-line",
-    "`deepspeed` and `torchrun` start a run, with the losses of the same ranks without a launcher",
-)
-@claim(
-    "logging",
-    "log lines have the format of the Megatron-DeepSpeed forks, and a short form on a terminal",
-)
 @linux
 @pytest.mark.parametrize(
     ("name", "statuses"),
@@ -50,7 +42,14 @@ def test_killed_rank_of_a_launcher(
     endless_losses: list[float],
     tmp_path: Path,
 ) -> None:
-    """In a terminal. Until then the run is that of two ranks without a launcher."""
+    """In a terminal. Until then the run is that of two ranks without a launcher.
+
+    Claim (command-line): `deepspeed` and `torchrun` start a run, with the losses of the same ranks
+    without a launcher
+
+    Claim (logging): log lines have the format of the Megatron-DeepSpeed forks, and a short form on
+    a terminal
+    """
     settings = {**endless, "num_workers": 1}
     run, port = launcher.launch(name, settings, terminal=True)
     run.wait_until(has_trained(tmp_path))
@@ -124,15 +123,14 @@ def test_peer_ends_a_rank_that_hangs_in_python(launcher: Launcher, endless: Sett
     assert "rank 0: stopping because rank 1 " in result.output
 
 
-@claim(
-    "stopping",
-    "a rank whose port belongs to another program says where it waits, and ends after "
-    "`--distributed-timeout-minutes`",
-)
 def test_rank_whose_port_belongs_to_another_program_ends(
     launcher: Launcher, base: Settings
 ) -> None:
-    """The other program accepts connections, and says nothing."""
+    """The other program accepts connections, and says nothing.
+
+    Claim (stopping): a rank whose port belongs to another program says where it waits, and ends
+    after `--distributed-timeout-minutes`
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         rank = {f"OMPI_COMM_WORLD_{name}": n for name, n in zip(names, "1202", strict=True)}
@@ -155,17 +153,18 @@ def test_timeout_of_a_collective_names_the_flag(launcher: Launcher, endless: Set
     assert "Traceback" not in result.output
 
 
-@claim("logging", "`--log-dir` has a file of every rank, with why it ended")
-@claim(
-    "stopping",
-    "with `--hang-timeout`, a rank that is stopped (SIGSTOP) ends the run with status 6, the "
-    "stacks and last collectives of the others, and itself; also the one that has the store",
-)
 @pytest.mark.parametrize("victim", with_proofs([0, 1], [1]))
 def test_stopped_rank_ends_the_run_with_the_stacks_of_all_others(
     victim: int, launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:
-    """Rank 0 hosts the store through which the ranks communicate."""
+    """Rank 0 hosts the store through which the ranks communicate.
+
+    Claim (logging): `--log-dir` has a file of every rank, with why it ended
+
+    Claim (stopping): with `--hang-timeout`, a rank that is stopped (SIGSTOP) ends the run with
+    status 6, the stacks and last collectives of the others, and itself; also the one that has the
+    store
+    """
     settings = {**endless, "hang_timeout": 5, "log_dir": tmp_path / "logs"}
     run = launcher.start(settings, ranks=2, fault="iteration:3:stop", fault_rank=victim)
     result = run.wait()

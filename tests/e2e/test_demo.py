@@ -1,4 +1,7 @@
-"""The demo as a user runs it, with a smaller model and text."""
+"""The demo as a user runs it, with a smaller model and text.
+
+Claim (checkpoints): a checkpoint generates from any folder without the original tokenizer files
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import Launcher, records
 from tests.proofs.cases import with_proofs
 from tools import demo, make_corpus
-
-claim("checkpoints", "a checkpoint generates from any folder without the original tokenizer files")
 
 ITERATIONS = 20
 SMALL = {
@@ -37,7 +37,6 @@ def smaller(flags: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(SMALL.get(str(name), word) for name, word in zip(before, flags, strict=False))
 
 
-@claim("command-line", "`make demo` runs on the user's text")
 @pytest.mark.parametrize("forked", with_proofs([True, False], [False]))
 def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     forked: bool,
@@ -46,6 +45,7 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Claim (command-line): `make demo` runs on the user's text"""
     monkeypatch.chdir(demo.REPOSITORY)
     text, folder = tmp_path / "my.jsonl", tmp_path / "run"
     make_corpus.main(["--output", str(text), "--megabytes", "0.3"])

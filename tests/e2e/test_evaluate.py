@@ -14,7 +14,6 @@ import tokenizers
 import torch
 import transformers
 
-from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher
 
 TOOL, TASKS = REPOSITORY / "tools" / "evaluate.py", REPOSITORY / "tasks" / "main.py"
@@ -105,11 +104,6 @@ def corpus_nats(model: Any) -> float:
     return sum(rolling_nats(model, [EOD, *encode(text)]) for text in TEXTS if text.strip())
 
 
-@claim(
-    "serving",
-    "perplexity in overlapping windows, bits per byte and perplexity per word equal an "
-    "independent computation with transformers, on one process, two copies and two shards",
-)
 @pytest.mark.parametrize(("ranks", "tp_size"), [(1, None), (2, 1), (2, 2)])
 def test_perplexity_is_that_of_transformers(
     corpus_nats: float,
@@ -119,6 +113,8 @@ def test_perplexity_is_that_of_transformers(
     ranks: int,
     tp_size: int | None,
 ) -> None:
+    """Claim (serving): perplexity in overlapping windows, bits per byte and perplexity per word
+    equal an independent computation with transformers, on one process, two copies and two shards"""
     settings = {"load": weights, "valid_data": GOLDEN / "corpus.jsonl"}
     if tp_size is not None:
         settings["tensor_model_parallel_size"] = tp_size
@@ -135,11 +131,13 @@ def test_perplexity_is_that_of_transformers(
     assert math.log(result["word_perplexity"]) == pytest.approx(nats / words, rel=1e-5)
 
 
-@claim("serving", "token files are evaluated as their texts")
 def test_token_files_are_those_of_their_texts(
     weights: str, launcher: Launcher, tmp_path: Path
 ) -> None:
-    """The corpus was preprocessed to the golden files; each file has its own results."""
+    """The corpus was preprocessed to the golden files; each file has its own results.
+
+    Claim (serving): token files are evaluated as their texts
+    """
     corpus, tokens = GOLDEN / "corpus.jsonl", GOLDEN / "GPT2BPETokenizer"
     output = tmp_path / "result.json"
     settings = {**SETTINGS, "load": weights, "valid_data": (corpus, tokens), "output": output}
@@ -154,10 +152,10 @@ def test_token_files_are_those_of_their_texts(
     assert rows == [str(corpus), str(tokens), "total"]
 
 
-@claim("serving", "WikiText-103 and LAMBADA are evaluated as in Megatron-LM")
 def test_wikitext_is_evaluated_as_in_megatron(
     model: Any, weights: str, launcher: Launcher, tmp_path: Path
 ) -> None:
+    """Claim (serving): WikiText-103 and LAMBADA are evaluated as in Megatron-LM"""
     file = tmp_path / "wiki.test.tokens"
     file.write_text(WIKITEXT, encoding="utf-8")
     settings = {"load": weights, "valid_data": file, "task": "WIKITEXT103"}
@@ -170,11 +168,11 @@ def test_wikitext_is_evaluated_as_in_megatron(
     assert math.log(result["word_perplexity"]) == pytest.approx(nats / (words - 1), rel=1e-5)
 
 
-@claim("serving", "WikiText-103 and LAMBADA are evaluated as in Megatron-LM")
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_lambada_counts_predicted_ends(
     model: Any, weights: str, launcher: Launcher, tmp_path: Path, is_strict: bool
 ) -> None:
+    """Claim (serving): WikiText-103 and LAMBADA are evaluated as in Megatron-LM"""
     file = tmp_path / "lambada.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in CLOZE), encoding="utf-8")
     settings: dict[str, object] = {"load": weights, "valid_data": file, "task": "LAMBADA"}

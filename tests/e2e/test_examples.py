@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from tests.claims import claim
 from tests.e2e.runs import PROGRAMS, REPOSITORY, Launcher, Run, free_port, losses
 from tests.proofs.cases import with_proofs
 from tools import make_corpus, preprocess_data, train_tokenizer
@@ -124,9 +123,9 @@ def typed(name: str, folder: Path, variables: dict[str, str]) -> list[str]:
     return log.read_text().splitlines()
 
 
-@claim("command-line", "the scripts in [examples/](../../examples/README.md) run")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_of_a_script(name: str, tmp_path: Path, listening: str) -> None:
+    """Claim (command-line): the scripts in [examples/](../../examples/README.md) run"""
     # serve.sh starts its client as soon as the port accepts connections.
     lines = typed(name, tmp_path, {"PORT": listening} if name == "serve.sh" else {})
     assert [line.replace(listening, "PORT") for line in lines] == [

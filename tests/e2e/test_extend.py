@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.conversion.native import open_native
-from tests.claims import claim
 from tests.e2e.runs import (
     RANKS,
     REPOSITORY,
@@ -46,10 +45,10 @@ def test_examples_are_short() -> None:
     assert all(len(path.read_text().splitlines()) <= 40 for path in EXAMPLES.glob("*.py"))
 
 
-@claim("extension", "an own logger writes each step once, after a resume, too")
 def test_a_logger_writes_each_step_once_after_a_resume(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (extension): an own logger writes each step once, after a resume, too"""
     settings = {**base, "global_batch_size": 4, "save": tmp_path, "train_iters": 4}
     script = EXAMPLES / "logger.py"
     launcher.start({**settings, "save_interval": 2, "exit_interval": 3}, script=script).succeed()
@@ -60,10 +59,10 @@ def test_a_logger_writes_each_step_once_after_a_resume(
     assert [float(row["lm_loss"]) for row in rows] == losses(tmp_path)
 
 
-@claim("extension", "own callbacks are called on every rank")
 def test_a_callback_is_called_on_every_rank(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (extension): own callbacks are called on every rank"""
     settings = {**base, "global_batch_size": 4, "save": tmp_path, "train_iters": 3}
     settings |= {"eval_interval": 1, "eval_iters": 1}
     launcher.start(settings, script=EXAMPLES / "callback.py", ranks=2).succeed()
@@ -72,14 +71,11 @@ def test_a_callback_is_called_on_every_rank(
     assert (tmp_path / "best.txt").read_text() == f"{iteration} {loss}\n"
 
 
-@claim(
-    "extension",
-    "a part of the wrong type or with other arguments is reported before the start, with all "
-    "other problems",
-)
 def test_a_part_that_does_not_fit_is_a_problem_before_the_start(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (extension): a part of the wrong type or with other arguments is reported before the
+    start, with all other problems"""
     script = tmp_path / "own.py"
     script.write_text(WRONG)
     result = launcher.start({**base, "save": tmp_path / "run", "lr": -1}, script=script).wait()
@@ -90,14 +86,11 @@ def test_a_part_that_does_not_fit_is_a_problem_before_the_start(
     assert not (tmp_path / "run").exists()
 
 
-@claim(
-    "extension",
-    "an own loss that repeats the cross entropy has the losses of the built-in one; with a "
-    "sharded vocabulary, an own loss has those of one process",
-)
 def test_an_own_cross_entropy_trains_like_the_built_in_one(
     launcher: Launcher, base: Settings, uninterrupted: Path, tmp_path: Path
 ) -> None:
+    """Claim (extension): an own loss that repeats the cross entropy has the losses of the built-in
+    one; with a sharded vocabulary, an own loss has those of one process"""
     script, save = tmp_path / "own.py", tmp_path / "run"
     script.write_text(CROSS_ENTROPY)
     launcher.start({**base, **SCHEDULE, "save": save}, script=script, ranks=RANKS).succeed()
@@ -106,14 +99,11 @@ def test_an_own_cross_entropy_trains_like_the_built_in_one(
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-@claim(
-    "extension",
-    "an own loss that repeats the cross entropy has the losses of the built-in one; with a "
-    "sharded vocabulary, an own loss has those of one process",
-)
 def test_an_own_loss_is_the_same_with_a_sharded_vocabulary(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (extension): an own loss that repeats the cross entropy has the losses of the built-in
+    one; with a sharded vocabulary, an own loss has those of one process"""
     settings = {**base, **WITHOUT_DROPOUT, "train_iters": 3}
     for size in (1, 2):
         own = {"tensor_model_parallel_size": size, "save": tmp_path / str(size)}
@@ -122,14 +112,11 @@ def test_an_own_loss_is_the_same_with_a_sharded_vocabulary(
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
 
 
-@claim(
-    "extension",
-    "a resumed run on an own dataset continues bit for bit, and reads every item once per epoch; "
-    "masked tokens have no loss",
-)
 def test_a_run_on_an_own_dataset_resumes_bit_for_bit(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (extension): a resumed run on an own dataset continues bit for bit, and reads every
+    item once per epoch; masked tokens have no loss"""
     lines = [{"prompt": "1 2 3", "answer": f"{n} {n + 1}"} for n in range(10)]  # two epochs
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     schedule = {"global_batch_size": 4, "train_iters": 5, "save_interval": 2, "eval_iters": 1}
@@ -154,29 +141,23 @@ def own_layer(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempP
     return save
 
 
-@claim(
-    "extension",
-    "an own layer trains and resumes in every layout; its weights are not converted, or "
-    "continued without it",
-)
 @pytest.mark.parametrize("axis", with_proofs(["pipeline", "tensor"], ["pipeline"]))
 def test_an_own_layer_trains_and_resumes_in_other_layouts(
     axis: str, launcher: Launcher, base: Settings, own_layer: Path, tmp_path: Path
 ) -> None:
+    """Claim (extension): an own layer trains and resumes in every layout; its weights are not
+    converted, or continued without it"""
     settings = {**base, **WITHOUT_DROPOUT, f"{axis}_model_parallel_size": 2, "train_iters": 3}
     settings |= {"load": own_layer, "ckpt_step": 2, "save": tmp_path, "sequence_parallel": True}
     launcher.start(settings, script=EXAMPLES / "layer.py", ranks=2).succeed()
     assert losses(tmp_path) == pytest.approx(losses(own_layer)[2:], rel=1e-5)
 
 
-@claim(
-    "extension",
-    "an own layer trains and resumes in every layout; its weights are not converted, or "
-    "continued without it",
-)
 def test_weights_of_an_own_layer_stay_with_its_program(
     launcher: Launcher, base: Settings, own_layer: Path, tmp_path: Path
 ) -> None:
+    """Claim (extension): an own layer trains and resumes in every layout; its weights are not
+    converted, or continued without it"""
     with raises_problem("checkpoint-with-own-layer"):
         open_native(own_layer)
     settings = {**base, **WITHOUT_DROPOUT, "train_iters": 4}

@@ -25,7 +25,6 @@ from megatron_ds.inference.generate import continue_prompts
 from megatron_ds.inference.generation.beam import BeamSearchConfig, beam_search
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig
-from tests.claims import claim
 from tests.distributed import run_ranks
 from tests.e2e.runs import (
     REPOSITORY,
@@ -151,21 +150,19 @@ def close_to(records: list[Record], tolerance: float) -> list[Record]:
     ]
 
 
-@claim(
-    "accelerators",
-    "between two logs the package reads no value of it, except for the norm without ZeRO; "
-    "streams, events, pinned memory and memory statistics are used",
-)
-@claim(
-    "accelerators",
-    "on a device that no code names, a run has the losses, gradient norms and validation losses "
-    "of the CPU, in each ZeRO stage, with data, tensor and pipeline parallelism and with offload",
-)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_equals_that_on_the_cpu(
     name: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """And it reads no value between logs, and waits for nothing but DeepSpeed's own reads."""
+    """And it reads no value between logs, and waits for nothing but DeepSpeed's own reads.
+
+    Claim (accelerators): between two logs the package reads no value of it, except for the norm
+    without ZeRO; streams, events, pinned memory and memory statistics are used
+
+    Claim (accelerators): on a device that no code names, a run has the losses, gradient norms and
+    validation losses of the CPU, in each ZeRO stage, with data, tensor and pipeline parallelism and
+    with offload
+    """
     ranks, layout = LAYOUTS[name]
     settings = {**base, **SCHEDULE, **layout}
     folders = tmp_path / "device", tmp_path / "cpu"
@@ -280,14 +277,13 @@ def generate(rank: int, library: Path) -> tuple[dict[str, Generated], dict[str, 
     return generate_on(device.NAME), generate_on("cpu")
 
 
-@claim(
-    "accelerators",
-    "generation from prompts of different lengths with grouped queries, greedy, sampled, with "
-    "forbidden tokens and by beams, has the texts of the CPU, waits once for each token (top-p: "
-    "a few times more), and copies nothing from memory that is not pinned",
-)
 def test_decoding_waits_once_for_each_token() -> None:
-    """And copies no numbers of the host from memory that is not pinned; top-p waits more often."""
+    """And copies no numbers of the host from memory that is not pinned; top-p waits more often.
+
+    Claim (accelerators): generation from prompts of different lengths with grouped queries, greedy,
+    sampled, with forbidden tokens and by beams, has the texts of the CPU, waits once for each token
+    (top-p: a few times more), and copies nothing from memory that is not pinned
+    """
     ((found, expected),) = run_ranks(generate, 1, device.library())
     reads = {name: each for name, (_, each, _) in found.items()}
     assert reads["top-p"].pop("aten::nonzero megatron_ds/inference/generation/sampling.py draw") > 0
@@ -298,41 +294,33 @@ def test_decoding_waits_once_for_each_token() -> None:
         assert counts["copies from pinned memory"] >= NEW_TOKENS, name
 
 
-@claim("accelerators", "host tensors next to its tensors are errors")
 def test_the_device_refuses_host_tensors_and_notes_reads() -> None:
+    """Claim (accelerators): host tensors next to its tensors are errors"""
     ((accepted, reads),) = run_ranks(on_the_device, 1, device.library())
     assert accepted == []
     sized = ["aten::nonzero"]
     assert reads == ["item", "copy", "copy", *sized, "synchronize", *sized, "aten::equal"]
 
 
-@claim(
-    "accelerators",
-    "between two logs the package reads no value of it, except for the norm without ZeRO; "
-    "streams, events, pinned memory and memory statistics are used",
-)
 def test_a_read_in_a_step_is_noted(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+    """Claim (accelerators): between two logs the package reads no value of it, except for the norm
+    without ZeRO; streams, events, pinned memory and memory statistics are used"""
     run, reports = start(launcher, {**base, **SCHEDULE}, tmp_path, mistake="read")
     run.succeed()
     own, _ = reads_inside(reports())
     assert own == {*COPY, "item megatron_ds/training/trainer.py _step"}
 
 
-@claim("accelerators", "host tensors next to its tensors are errors")
 def test_a_host_tensor_in_a_step_is_an_error(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (accelerators): host tensors next to its tensors are errors"""
     run, _ = start(launcher, {**base, **SCHEDULE}, tmp_path, mistake="host tensor")
     result = run.wait()
     assert result.codes == (1,)
     assert "Expected all tensors to be on the same device" in result.output
 
 
-@claim(
-    "accelerators",
-    "a device without fp64, or gloo for a device whose tensors it does not communicate, is an "
-    "error at the start",
-)
 @pytest.mark.parametrize(
     ("settings", "job", "message"),
     [
@@ -349,6 +337,8 @@ def test_what_the_device_lacks_is_an_error_at_the_start(
     base: Settings,
     tmp_path: Path,
 ) -> None:
+    """Claim (accelerators): a device without fp64, or gloo for a device whose tensors it does not
+    communicate, is an error at the start"""
     result = start(launcher, {**base, **SCHEDULE, **settings}, tmp_path, **job)[0].wait()
     assert result.codes == (1,)
     assert message in result.output
@@ -365,10 +355,11 @@ def trained(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPat
     return folder
 
 
-@claim("accelerators", "a run on it resumes bit for bit, and the CPU continues its checkpoints")
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     trained: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (accelerators): a run on it resumes bit for bit, and the CPU continues its
+    checkpoints"""
     settings = {**base, **SCHEDULE, **STAGE3, "load": trained, "ckpt_step": 3, "save": tmp_path}
     run, _ = start(launcher, settings, tmp_path)
     assert "at iteration 3" in run.succeed()
@@ -378,20 +369,22 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert not found, found[:10]
 
 
-@claim("accelerators", "a run on it resumes bit for bit, and the CPU continues its checkpoints")
 def test_the_cpu_continues_a_run_of_the_device(
     trained: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """The files of a checkpoint have no tensors of the device."""
+    """The files of a checkpoint have no tensors of the device.
+
+    Claim (accelerators): a run on it resumes bit for bit, and the CPU continues its checkpoints
+    """
     settings = {**base, **SCHEDULE, **STAGE3, "load": trained, "ckpt_step": 3, "save": tmp_path}
     assert "at iteration 3" in launcher.start(settings).succeed()
     assert steps(tmp_path) == close_to(steps(trained)[3:], 1e-6)
 
 
-@claim("accelerators", "its texts, greedy and sampled, and its perplexity equal the CPU's")
 def test_texts_and_perplexity_are_those_of_the_cpu(
     trained: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (accelerators): its texts, greedy and sampled, and its perplexity equal the CPU's"""
     settings = {"load": trained, "prompt": ("1 2 3", "7"), "out_seq_length": 12}
     for how in ({"greedy": True}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}):
         run, _ = start(launcher, {**settings, **how}, tmp_path, program=str(GENERATE))
@@ -408,10 +401,10 @@ def test_texts_and_perplexity_are_those_of_the_cpu(
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-@claim("accelerators", "two ranks without DeepSpeed generate the text of the CPU on it")
 def test_ranks_without_deepspeed_generate_the_same_text(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (accelerators): two ranks without DeepSpeed generate the text of the CPU on it"""
     launcher.start({**base, **SCHEDULE, "zero_stage": 1, "save": tmp_path}).succeed()
     settings = {"load": tmp_path, "prompt": ("1 2 3",), "out_seq_length": 12, "greedy": True}
     job = {"program": str(GENERATE), "without_deepspeed": True}

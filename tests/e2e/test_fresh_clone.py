@@ -26,7 +26,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
-from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher, Run, free_port, losses
 from tests.fork_server import clean_environment
 from tools import make_corpus
@@ -230,13 +229,10 @@ def write_text(path: Path, documents: int) -> None:
     path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
 
 
-@claim(
-    "command-line",
-    "the commands of the README and of [examples/](../../examples/README.md) run in order in a "
-    "fresh clone, training at small sizes",
-)
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no clone without a repository")
 def test_documented_commands_run_in_a_fresh_clone(tmp_path: Path, launcher: Launcher) -> None:
+    """Claim (command-line): the commands of the README and of [examples/](../../examples/README.md)
+    run in order in a fresh clone, training at small sizes"""
     clone = Clone(tmp_path / "clone", launcher, {"deepspeed": small})
     outputs: dict[str, str] = {}
     servers = []
@@ -300,13 +296,10 @@ def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
     assert "ended with status 0" in output_of("watch.py")
 
 
-@claim(
-    "command-line",
-    "the commands of the [tutorial](../start/tutorial.md) run in order, and print the lines that "
-    "it shows",
-)
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no clone without a repository")
 def test_the_tutorial_prints_what_it_shows(tmp_path: Path, launcher: Launcher) -> None:
+    """Claim (command-line): the commands of the [tutorial](../start/tutorial.md) run in order, and
+    print the lines that it shows"""
     clone = Clone(tmp_path / "clone", launcher, dict.fromkeys(PROGRAMS, fewer_iterations))
     shown_lines = 0
     for code, shown in tutorial():

@@ -19,7 +19,6 @@ from megatron_ds import cli
 from megatron_ds.config import Config
 from megatron_ds.evaluation import command, in_training
 from megatron_ds.evaluation.options import Options
-from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps, to_flags
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
@@ -129,16 +128,15 @@ def ours(folder: Path, kind: str) -> Iterator[Any]:
     model.close()
 
 
-@claim(
-    "serving",
-    "lm-evaluation-harness gets log-likelihoods, also of complete texts, and continuations as "
-    "from its own model of transformers",
-)
 @pytest.mark.parametrize("kind", ["model", "begin"])
 def test_requests_are_answered_as_by_the_model_of_transformers(
     manager: Any, theirs: Any, ours: Any
 ) -> None:
-    """Also of a model whose tokenizer begins texts with a token."""
+    """Also of a model whose tokenizer begins texts with a token.
+
+    Claim (serving): lm-evaluation-harness gets log-likelihoods, also of complete texts, and
+    continuations as from its own model of transformers
+    """
     from lm_eval.api.instance import Instance
 
     requests: dict[str, list[Any]] = {}
@@ -178,8 +176,8 @@ def test_empty_and_long_texts_have_answers(ours: Any) -> None:
     assert "x" not in text
 
 
-@claim("serving", "sampled continuations do not depend on the batch")
 def test_sampled_texts_do_not_depend_on_the_batch(ours: Any) -> None:
+    """Claim (serving): sampled continuations do not depend on the batch"""
     from lm_eval.api.instance import Instance
 
     settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0}
@@ -215,15 +213,14 @@ def run_settings(folder: Path) -> dict[str, Any]:
     }
 
 
-@claim(
-    "serving",
-    "a run that evaluates tasks trains bit for bit as without, also resumed; tasks and files "
-    "have the results of tools/evaluate.py, and so has `--eval-only`",
-)
 def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
     folder: Path, run_settings: dict[str, Any], launcher: Launcher, tmp_path: Path
 ) -> None:
-    """With a stop and a resume between the evaluations; then --eval-only."""
+    """With a stop and a resume between the evaluations; then --eval-only.
+
+    Claim (serving): a run that evaluates tasks trains bit for bit as without, also resumed; tasks
+    and files have the results of tools/evaluate.py, and so has `--eval-only`
+    """
     corpus, cloze = GOLDEN / "corpus.jsonl", tmp_path / "cloze.jsonl"
     cloze.write_text('{"text": "the quick brown fox"}\n{"text": "line one and line two"}\n')
     data = {"data_path": GOLDEN / "GPT2BPETokenizer", "split": "1,0,0", "eval_iters": 0}
@@ -276,13 +273,11 @@ def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
         assert record["ppl"] == pytest.approx(expected["perplexity"], rel=1e-5)
 
 
-@claim(
-    "serving",
-    "unknown tasks, missing files and unusable documents are errors before the first step",
-)
 def test_unknown_tasks_are_reported_at_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (serving): unknown tasks, missing files and unusable documents are errors before the
+    first step"""
     from megatron_ds.evaluation import harness
 
     manager = harness.TaskManager
@@ -322,14 +317,12 @@ def test_files_are_evaluated_with_a_checkpoint_only(
     assert "[no-checkpoint-to-evaluate]" in result.output
 
 
-@claim(
-    "serving",
-    "copies and shards of a model share the harness's requests, and one rank prints its log",
-)
 @pytest.mark.parametrize("tp_size", with_proofs([1, 2], [1]))
 def test_ranks_share_the_requests(
     folder: Path, manager: Any, theirs: Any, launcher: Launcher, tmp_path: Path, tp_size: int
 ) -> None:
+    """Claim (serving): copies and shards of a model share the harness's requests, and one rank
+    prints its log"""
     output = tmp_path / "results.json"
     settings = {
         "load": f"hf:{folder / 'model'}",

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, evaluations, steps
 from tests.independent import recorded_dropout
 from tests.independent.model import Weights, initial_weights, write_weights
@@ -182,22 +181,18 @@ def flags_of(options: Mapping[str, Any], prefix: Path, weights: Path, folder: Pa
     }
 
 
-@claim(
-    "parallel",
-    "runs of the command line on 1 to 8 ranks, with sizes of 2 and 3, have the losses, "
-    "validation losses, gradient norms, learning rates and batch sizes of a reference in fp64 "
-    "that shares no code with the package: tied embeddings, packed documents, per-token loss, "
-    "experts with capacity, ramp-up",
-)
-@claim(
-    "parallel",
-    "the losses of a run with packed samples and `--eod-mask-loss` equal the losses of its "
-    "documents one by one",
-)
 @pytest.mark.parametrize("name", with_proofs([*SOME, *MORE], MORE))
 def test_layout_equals_the_reference(
     name: str, prefix: Path, launcher: Launcher, tmp_path: Path
 ) -> None:
+    """Claim (parallel): runs of the command line on 1 to 8 ranks, with sizes of 2 and 3, have the
+    losses, validation losses, gradient norms, learning rates and batch sizes of a reference in fp64
+    that shares no code with the package: tied embeddings, packed documents, per-token loss, experts
+    with capacity, ramp-up
+
+    Claim (parallel): the losses of a run with packed samples and `--eod-mask-loss` equal the losses
+    of its documents one by one
+    """
     model, ranks, layout = (SOME | MORE)[name]
     weights = write_weights(tmp_path / "weights", options_of(model), weights_of(model))
     flags = flags_of(options_of(model), prefix, weights, tmp_path)
@@ -229,7 +224,6 @@ def test_references_show_what_they_should(prefix: Path) -> None:
         assert min(step.token_drop_rate for step in steps_of[model]) > 0, model
 
 
-@claim("parallel", "with dropout, too, given the recorded masks, none of which is missing")
 @pytest.mark.parametrize(
     "name",
     [
@@ -242,6 +236,7 @@ def test_references_show_what_they_should(prefix: Path) -> None:
 def test_dropout_equals_the_reference_with_the_same_masks(
     name: str, prefix: Path, launcher: Launcher, tmp_path: Path
 ) -> None:
+    """Claim (parallel): with dropout, too, given the recorded masks, none of which is missing"""
     tp, pp, dp, settings = DROPOUT[name]
     options = options_of("tied") | {"num_layers": 2, "global_batch_size": 8, "train_iters": 4}
     initial = initial_weights(options, seed=1)

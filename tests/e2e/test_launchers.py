@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch.exit_codes import ExitCode
-from tests.claims import claim
 from tests.e2e.runs import (
     LAUNCHERS,
     PRETRAIN,
@@ -38,12 +37,12 @@ def two_ranks(
     return losses(run)
 
 
-@claim("command-line", "and so does `python -m torch.distributed.run`")
 @pytest.mark.proof
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_two_processes(
     name: str, two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (command-line): and so does `python -m torch.distributed.run`"""
     settings = {**base, **SCHEDULE, "log_interval": 2, "save": tmp_path}
     is_terminal = name != "deepspeed"
     output = launcher.launch(name, settings, terminal=is_terminal)[0].succeed()
@@ -51,11 +50,13 @@ def test_two_processes(
     assert losses(tmp_path) == two_ranks
 
 
-@claim("command-line", "`srun` and `mpirun` start a run; contradicting variables are an error")
 def test_processes_that_a_scheduler_started(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """The variables of `srun -n 2`, without any of a launcher."""
+    """The variables of `srun -n 2`, without any of a launcher.
+
+    Claim (command-line): `srun` and `mpirun` start a run; contradicting variables are an error
+    """
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     step["SLURM_JOB_ID"] = str(os.getpid())  # decides the port
     tasks = [{**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
@@ -64,15 +65,14 @@ def test_processes_that_a_scheduler_started(
     assert losses(tmp_path) == two_ranks
 
 
-@claim(
-    "command-line",
-    "ranks that were started with different settings, versions or data do not train, and say "
-    "what differs; folders may differ",
-)
 def test_ranks_of_two_runs_that_meet_do_not_train(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Two `mpirun -n 2` of one host and port: the first rank of one, the second rank of another."""
+    """Two `mpirun -n 2` of one host and port: the first rank of one, the second rank of another.
+
+    Claim (command-line): ranks that were started with different settings, versions or data do not
+    train, and say what differs; folders may differ
+    """
     task = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(free_port())}
     runs = [
         launcher.start(
@@ -89,11 +89,13 @@ def test_ranks_of_two_runs_that_meet_do_not_train(
     assert "Traceback" not in output
 
 
-@claim("command-line", "plain `python` starts a run of one process")
 def test_one_process_without_a_launcher(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """One process gives the same losses on the same batches, up to rounding."""
+    """One process gives the same losses on the same batches, up to rounding.
+
+    Claim (command-line): plain `python` starts a run of one process
+    """
     run = launcher.start({**base, **SCHEDULE, "save": tmp_path}, per_rank=[{}])
     output = run.succeed()
     assert "1 process on cpu" in output

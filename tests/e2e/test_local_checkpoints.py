@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Settings, assert_equal_runs
 from tests.problems import printed_codes
 from tests.unit.checkpoint.fakes import flip_a_bit
@@ -60,11 +59,6 @@ def resumed(crashed: Path, folder: Path) -> Path:
     return folder
 
 
-@claim(
-    "checkpoints",
-    "a run continues bit for bit from local checkpoints, although one of two nodes has lost its "
-    "disk",
-)
 @pytest.mark.parametrize(
     "lost",
     [None, pytest.param(0, marks=pytest.mark.proof), pytest.param(1, marks=pytest.mark.smoke)],
@@ -77,6 +71,8 @@ def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
     base: Settings,
     tmp_path: Path,
 ) -> None:
+    """Claim (checkpoints): a run continues bit for bit from local checkpoints, although one of two
+    nodes has lost its disk"""
     folder = resumed(crashed, tmp_path / "again")
     if lost is not None:
         shutil.rmtree(folder / f"node-{lost}")
@@ -93,14 +89,14 @@ def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
     assert_equal_runs(folder / "run", uninterrupted)
 
 
-@claim(
-    "checkpoints",
-    "local checkpoints that have lost files on both nodes are not used, and older ones are",
-)
 def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
     crashed: Path, uninterrupted: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Iteration 5 has lost a file on both nodes, iteration 4 a byte on one; then all is lost."""
+    """Iteration 5 has lost a file on both nodes, iteration 4 a byte on one; then all is lost.
+
+    Claim (checkpoints): local checkpoints that have lost files on both nodes are not used, and
+    older ones are
+    """
     folder = resumed(crashed, tmp_path / "again")
     for rank in range(RANKS):
         (folder / f"node-{rank}" / "global_step5" / STATES.format(1)).unlink()

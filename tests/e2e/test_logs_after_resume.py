@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.claims import claim
 from tests.e2e.runs import Launcher, Settings, losses, records, steps
 from tools import report, watch
 
@@ -67,15 +66,14 @@ def check_reports(save: Path, folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"iteration {LAST} of {LAST} (100%)" in capsys.readouterr().out
 
 
-@claim(
-    "logging",
-    "`events.jsonl` has the starts, checkpoints, warnings and end of a run that was killed and "
-    "resumed, and the page and the live view show them",
-)
-@claim("logging", "after a kill and resume, no step appears twice in the logs or in TensorBoard")
 def test_a_killed_and_resumed_run_logs_every_step_once(
     launcher: Launcher, base: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Claim (logging): `events.jsonl` has the starts, checkpoints, warnings and end of a run that
+    was killed and resumed, and the page and the live view show them
+
+    Claim (logging): after a kill and resume, no step appears twice in the logs or in TensorBoard
+    """
     save, board = tmp_path / "run", tmp_path / "board"
     settings = {**base, "train_iters": LAST, "save_interval": SAVED, "save": save, "load": save}
     settings |= {"tensorboard_dir": board, "log_timers_to_tensorboard": True}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import Launcher, Settings, steps
 from tools import convert_checkpoint
 
@@ -28,11 +27,6 @@ def run_of(folder: Path, case: str) -> Settings:
     return {**files, **steps_of, **adam, **others}
 
 
-@claim(
-    "checkpoints",
-    "a run of Megatron-LM continues with the losses and gradient norms that it would have "
-    "printed, on several layouts",
-)
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -44,6 +38,8 @@ def run_of(folder: Path, case: str) -> Settings:
 def test_a_continued_run_has_the_losses_that_megatron_prints(
     layout: Settings, ranks: int, launcher: Launcher, megatron_checkpoints: Path, tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): a run of Megatron-LM continues with the losses and gradient norms that
+    it would have printed, on several layouts"""
     settings = {**run_of(megatron_checkpoints, "mlm25_tp1"), **layout, "save": tmp_path}
 
     output = launcher.start(settings, ranks=ranks).succeed()
@@ -55,16 +51,15 @@ def test_a_continued_run_has_the_losses_that_megatron_prints(
     assert "at iteration 3, after 12 samples" in output
 
 
-@claim(
-    "checkpoints",
-    "a run of Megatron-LM that continues here, sharded, and from an export of it, has the losses "
-    "that Megatron-LM prints",
-)
 @pytest.mark.parametrize("target", ["torch_dist", "megatron"])
 def test_an_export_continues_with_the_losses_that_megatron_prints(
     target: str, launcher: Launcher, megatron_checkpoints: Path, tmp_path: Path
 ) -> None:
-    """From Megatron to a sharded run here, and by an export with optimizer states to another."""
+    """From Megatron to a sharded run here, and by an export with optimizer states to another.
+
+    Claim (checkpoints): a run of Megatron-LM that continues here, sharded, and from an export of
+    it, has the losses that Megatron-LM prints
+    """
     settings = run_of(megatron_checkpoints, "mlm25_tp1") | {"save": tmp_path / "ours"}
     sharded = {"zero_stage": 3} if target == "torch_dist" else {"tensor_model_parallel_size": 2}
     launcher.start({**settings, **sharded, "exit_interval": 4}, ranks=2).succeed()

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.claims import claim
 from tests.cleaning_runs import write
 from tests.pages import flags as flags_page
 from tests.problems import printed_codes
@@ -35,12 +34,9 @@ def texts(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
-@claim(
-    "cleaning",
-    "one command cleans text: Unicode, language, length, URLs, duplicates, decontamination, with "
-    "a report",
-)
 def test_complete_pipeline_in_one_command(tmp_path: Path, run_tool: Run) -> None:
+    """Claim (cleaning): one command cleans text: Unicode, language, length, URLs, duplicates,
+    decontamination, with a report"""
     numbers = " and ".join(f"the number {number}" for number in range(40))
     long = f"{ENGLISH} Then they counted {numbers}."
     source = write(

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import REPOSITORY
 from tests.faults import faulty_disk
 from tests.proofs.cases import with_proofs
@@ -124,9 +123,11 @@ def test_run_with_a_full_disk_resumes(
     assert pair(tmp_path) == uninterrupted
 
 
-@claim("data", "preprocessing ten times as many documents takes the same memory")
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """Memory of the process and of its worker, for tiny documents, whose index is larger."""
+    """Memory of the process and of its worker, for tiny documents, whose index is larger.
+
+    Claim (data): preprocessing ten times as many documents takes the same memory
+    """
     peaks = []
     for documents in (30_000, 300_000):
         corpus(tmp_path, documents)

@@ -18,7 +18,6 @@ from megatron_ds.fileio import resumable
 from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.claims import claim
 from tests.faults import is_killed_at
 from tests.preprocess_runs import (
     KINDS,
@@ -41,9 +40,10 @@ def commit_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here, and it is slow
 
 
-@claim("data", "a killed and resumed preprocessing run ends with the bytes of an uninterrupted one")
 @pytest.mark.parametrize("name", with_proofs(KINDS, ["in.jsonl.gz", "in.parquet"]))
 def test_killed_run_resumes_to_the_same_output(tmp_path: Path, name: str) -> None:
+    """Claim (data): a killed and resumed preprocessing run ends with the bytes of an uninterrupted
+    one"""
     chosen = options(tmp_path, name, chunk_size=20)
     done, expected = run_uninterrupted(chosen)
     if name != "in.parquet":

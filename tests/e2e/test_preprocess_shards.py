@@ -25,7 +25,6 @@ from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.preprocess.shard_files import shard_folder
 from megatron_ds.preprocess.sharded import ShardedRun, preprocess_shard
 from megatron_ds.preprocess.shards import Shard
-from tests.claims import claim
 from tests.faults import is_killed_at
 from tests.preprocess_runs import (
     LINES,
@@ -80,14 +79,13 @@ def mixed_inputs(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@claim(
-    "data",
-    "preprocessing by shards ends with the bytes of one process, for any number of shards and "
-    "any kill",
-)
 @pytest.mark.parametrize("count", with_proofs([2, 9], [2]))
 def test_shards_of_all_formats_have_the_bytes_of_one_process(tmp_path: Path, count: int) -> None:
-    """In any order of completion."""
+    """In any order of completion.
+
+    Claim (data): preprocessing by shards ends with the bytes of one process, for any number of
+    shards and any kill
+    """
     given = of_paths(tmp_path, *mixed_inputs(tmp_path))
     done, wanted = run_uninterrupted(given)
     assert wanted["out.quarantine"].count(b"\n") == sum(done.dropped.values()) > 10
@@ -112,11 +110,6 @@ LINE = st.sampled_from(
 )
 
 
-@claim(
-    "data",
-    "preprocessing by shards ends with the bytes of one process, for any number of shards and "
-    "any kill",
-)
 @given(
     files=st.lists(
         st.tuples(st.lists(LINE, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.booleans()),
@@ -132,7 +125,11 @@ LINE = st.sampled_from(
 def test_any_lines_have_the_bytes_of_one_process(
     tmp_path: Path, files: list[tuple[list[bytes], bytes, bool]], count: int, limit: int
 ) -> None:
-    """Lines that are too long, broken or longer than a shard, and more shards than documents."""
+    """Lines that are too long, broken or longer than a shard, and more shards than documents.
+
+    Claim (data): preprocessing by shards ends with the bytes of one process, for any number of
+    shards and any kill
+    """
     remove_output(tmp_path)
     for old in tmp_path.glob("*.jsonl"):
         old.unlink()
@@ -150,15 +147,14 @@ def test_any_lines_have_the_bytes_of_one_process(
     assert output_files(tmp_path) == wanted
 
 
-@claim(
-    "data",
-    "preprocessing by shards ends with the bytes of one process, for any number of shards and "
-    "any kill",
-)
 def test_a_process_that_is_killed_anywhere_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a shard or while merging; complete shards are not read again."""
+    """In a shard or while merging; complete shards are not read again.
+
+    Claim (data): preprocessing by shards ends with the bytes of one process, for any number of
+    shards and any kill
+    """
     given = options(tmp_path, overwrite=False)
     _, wanted = run_uninterrupted(given)
     monkeypatch.setattr(resumable, "COMMIT_SECONDS", 0.0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import Launcher, Record, Settings, records, steps
 
 LAST, EXIT = 4, 2
@@ -39,15 +38,16 @@ def settings(base: Settings) -> Settings:
     return {**base, **parallel, "train_iters": LAST, "global_batch_size": 4, "eval_interval": LAST}
 
 
-@claim(
-    "logging",
-    "a profile, times and norms change no bit of the losses, and a resumed run continues them",
-)
-@claim("logging", "so does `--metrics-csv`, whose columns are the metrics")
-@claim("logging", "`--log-straggler` names the ranks and hosts that wait least for the others")
 def test_what_is_measured_changes_nothing(
     launcher: Launcher, settings: Settings, tmp_path: Path
 ) -> None:
+    """Claim (logging): a profile, times and norms change no bit of the losses, and a resumed run
+    continues them
+
+    Claim (logging): so does `--metrics-csv`, whose columns are the metrics
+
+    Claim (logging): `--log-straggler` names the ranks and hosts that wait least for the others
+    """
     plain, save, table = tmp_path / "plain", tmp_path / "run", tmp_path / "metrics.csv"
     launcher.start({**settings, "save": plain}, ranks=2).succeed()
     measured = {

@@ -16,7 +16,6 @@ import pytest
 
 from megatron_ds.checkpoint.folders import shared_folders
 from megatron_ds.checkpoint.local import nodes
-from tests.claims import claim
 from tests.e2e.runs import ENDLESS, RANKS, TIMING_KEYS, Launcher, Record, Run, Settings
 from tests.object_server import BUCKET, s3_server
 
@@ -81,19 +80,18 @@ def kill(run: Run, draw: random.Random) -> None:
         assert run.wait().codes[victim] == -signal.SIGKILL
 
 
-@claim(
-    "checkpoints",
-    "nor do 200 kills at random moments of runs that save synchronously, asynchronously, to "
-    "local folders and to a store: each resumes from the newest checkpoint that was reported, or "
-    "a newer one, and every recorded step equals an uninterrupted run, bit for bit",
-)
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 def test_kills_at_random_moments_lose_no_checkpoint_and_change_no_bit(
     kind: str, launcher: Launcher, base: Settings, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Each run resumes from the newest checkpoint that any run before it has reported, or a newer
-    one; all steps that any of them has recorded are those of one uninterrupted run."""
+    one; all steps that any of them has recorded are those of one uninterrupted run.
+
+    Claim (checkpoints): nor do 200 kills at random moments of runs that save synchronously,
+    asynchronously, to local folders and to a store: each resumes from the newest checkpoint that
+    was reported, or a newer one, and every recorded step equals an uninterrupted run, bit for bit
+    """
     seed = list(KINDS).index(kind)
     draw, metrics = random.Random(seed), tmp_path / "metrics.jsonl"
     environment: Mapping[str, str] = {}

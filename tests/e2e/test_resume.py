@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, checkpoint_differences, steps
 
 # Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
@@ -96,7 +95,6 @@ def run_both(
     return parts
 
 
-@claim("checkpoints", "a killed and resumed run equals an uninterrupted one bit for bit")
 @pytest.mark.parametrize(
     "name",
     [
@@ -108,6 +106,7 @@ def run_both(
 def test_killed_and_resumed_equals_uninterrupted(
     name: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): a killed and resumed run equals an uninterrupted one bit for bit"""
     ranks, zero, flags = (LAYOUTS | MORE)[name]
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": zero}))
@@ -136,14 +135,11 @@ BY_TOKENS: Settings = {
 }
 
 
-@claim(
-    "schedules",
-    "with a learning rate by tokens, a killed and resumed run equals an uninterrupted one bit "
-    "for bit",
-)
 def test_token_schedules_resume_bit_for_bit(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
+    """Claim (schedules): with a learning rate by tokens, a killed and resumed run equals an
+    uninterrupted one bit for bit"""
     settings = {**base, **BY_TOKENS, "zero_stage": 2}
     found = steps(run_both(launcher, settings, tmp_path, 2, kill_position=28))
     for key, expected in (
@@ -156,15 +152,14 @@ def test_token_schedules_resume_bit_for_bit(
     assert rates == pytest.approx([0.0, 0.0016, 0.0048, 0.008])
 
 
-@claim(
-    "checkpoints",
-    "a resume with another global batch size continues as `--step-batch-size-schedule` does in a "
-    "run that never stopped, bit for bit",
-)
 def test_another_global_batch_size_continues_with_the_next_samples(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """The same change as --step-batch-size-schedule makes in a run that never stops."""
+    """The same change as --step-batch-size-schedule makes in a run that never stops.
+
+    Claim (checkpoints): a resume with another global batch size continues as
+    `--step-batch-size-schedule` does in a run that never stopped, bit for bit
+    """
     full, parts = tmp_path / "full", tmp_path / "parts"
     settings = {**base, "train_samples": 48, "lr_decay_style": "cosine", "lr_warmup_samples": 16}
     schedule = {"step_batch_size_schedule": "0:4 512:8", "global_batch_size": 8}
@@ -182,17 +177,15 @@ def test_another_global_batch_size_continues_with_the_next_samples(
     assert not checkpoint_differences(full / "global_step8", parts / "global_step8")
 
 
-@claim(
-    "checkpoints",
-    "and so does `pretrain_gpt.py`, from checkpoints and from universal ones, with its "
-    "schedules, ramp-up, samples and dropout of hidden states",
-)
 def test_a_run_continues_on_other_layouts_with_the_same_curve(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """Learning rate, batch-size ramp-up, samples and dropout of hidden states are the same, too.
 
     The second part continues from a universal checkpoint.
+
+    Claim (checkpoints): and so does `pretrain_gpt.py`, from checkpoints and from universal ones,
+    with its schedules, ramp-up, samples and dropout of hidden states
     """
     full, parts = tmp_path / "full", tmp_path / "parts"
     settings = {**base, **SCHEDULE, "attention_dropout": 0.0}
@@ -226,15 +219,14 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
         }
 
 
-@claim(
-    "checkpoints",
-    "one command starts from pretrained weights and continues its run bit for bit, with options "
-    "and schedule of the checkpoint over wrong flags",
-)
 def test_a_run_starts_from_pretrained_weights_and_continues_by_the_same_command(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Also with wrong options, which the checkpoint replaces on request."""
+    """Also with wrong options, which the checkpoint replaces on request.
+
+    Claim (checkpoints): one command starts from pretrained weights and continues its run bit for
+    bit, with options and schedule of the checkpoint over wrong flags
+    """
     weights, full, parts = (tmp_path / name for name in ("weights", "full", "parts"))
     settings = {**base, "global_batch_size": 4, "lr_decay_style": "cosine", "train_iters": 4}
     first = {**settings, "train_iters": 2, "save": weights, "no_save_optim": True}
@@ -260,13 +252,12 @@ def test_a_run_starts_from_pretrained_weights_and_continues_by_the_same_command(
     assert steps(parts) == steps(full)
 
 
-@claim(
-    "checkpoints",
-    "a run with longer sequences is the same on one process and on another layout, and resumes "
-    "bit for bit",
-)
 def test_sequences_may_grow_on_a_resume(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
-    """On one process, on another layout, and resumed once more."""
+    """On one process, on another layout, and resumed once more.
+
+    Claim (checkpoints): a run with longer sequences is the same on one process and on another
+    layout, and resumes bit for bit
+    """
     short, full, other, again = (tmp_path / name for name in ("short", "full", "other", "again"))
     settings = {**base, "position_embedding_type": "rope", "global_batch_size": 4}
     settings |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "train_iters": 6}

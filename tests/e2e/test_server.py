@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from megatron_ds.inference.serving.api_schema import Defaults
-from tests.claims import claim
 from tests.e2e.runs import DEADLINE, Launcher, Settings
 from tests.e2e.servers import Server
 
@@ -38,10 +37,10 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@claim("serving", "a server on two processes responds like one on one process")
 def test_two_ranks_respond_like_one_process(
     trained: Path, launcher: Launcher, running: list[Server]
 ) -> None:
+    """Claim (serving): a server on two processes responds like one on one process"""
     sizes = {"num_layers": 2, "hidden_size": 32, "pipeline_model_parallel_size": 1}
     alone = Server(launcher, trained, 1, **sizes, seed=1)
     pair = Server(launcher, trained, 2, tensor_model_parallel_size=2, seed=1)

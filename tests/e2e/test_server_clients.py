@@ -15,7 +15,6 @@ from typing import Any
 import openai
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import DEADLINE, PROGRAMS, REPOSITORY, Launcher, free_port
 from tests.e2e.servers import Server
 
@@ -254,15 +253,12 @@ def check_harness(server: Server, name: str, trained: Path, exported: Path) -> N
         ours.close()
 
 
-@claim(
-    "serving",
-    "OpenAI's client, for completions and chats, and lm-evaluation-harness's model for such "
-    "servers work, the latter with the log-likelihoods of our adapter",
-)
 def test_clients_of_completions(
     trained: Path, exported: Path, launcher: Launcher, running: list[Server],
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
+    """Claim (serving): OpenAI's client, for completions and chats, and lm-evaluation-harness's
+    model for such servers work, the latter with the log-likelihoods of our adapter"""
     chat = tmp_path / "tokenizer"
     chat.mkdir()
     shutil.copy(GOLDEN / "tokenizer.json", chat)
@@ -284,13 +280,11 @@ def test_clients_of_completions(
     assert "Traceback" not in server.run.output
 
 
-@claim(
-    "serving",
-    "a busy server refuses what is too much, too late or broken, and answers the rest",
-)
 def test_limits_of_a_busy_server(
     trained: Path, launcher: Launcher, running: list[Server], tmp_path: Path
 ) -> None:
+    """Claim (serving): a busy server refuses what is too much, too late or broken, and answers the
+    rest"""
     keys = tmp_path / "keys"
     keys.write_text("first\n\nsecond\n", encoding="utf-8")
     limits = {"inference_max_requests": 1, "max_waiting_requests": 1, "request_timeout": 2.5}
@@ -351,14 +345,11 @@ def test_limits_of_a_busy_server(
     assert "Traceback" not in server.run.output
 
 
-@claim(
-    "serving",
-    "`transformers serve --continuous-batching` on an exported checkpoint writes the same greedy "
-    "texts",
-)
 def test_transformers_serves_an_exported_checkpoint_alike(
     trained: Path, exported: Path, launcher: Launcher, running: list[Server]
 ) -> None:
+    """Claim (serving): `transformers serve --continuous-batching` on an exported checkpoint writes
+    the same greedy texts"""
     port = free_port()
     options = {"port": port, "device": "cpu", "continuous_batching": True}
     limits = {"cb_num_blocks": 32, "cb_max_batch_tokens": 64}

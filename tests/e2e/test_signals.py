@@ -2,6 +2,9 @@
 
 It prints a message, exits with the documented status, saves its state, and leaves no process, port
 or shared memory behind.
+
+Claim (stopping): a stop request, by a signal or launcher loss, at any moment, ends the run in order
+with its state saved
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import (
     DEADLINE,
     ENDLESS,
@@ -32,12 +34,6 @@ from tests.e2e.runs import (
 from tests.faults import HANG_MESSAGE
 from tests.proofs.cases import with_proofs
 
-claim(
-    "stopping",
-    "a stop request, by a signal or launcher loss, at any moment, ends the run in order with its "
-    "state saved",
-)
-
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds ranks in /proc")
 
 
@@ -51,14 +47,6 @@ def assert_resumes(launcher: Launcher, settings: Settings, save: Path, *, ranks:
     assert [step["iteration"] for step in steps(save)] == list(range(1, last + 2))
 
 
-@claim(
-    "command-line",
-    "`deepspeed` and `torchrun` start a run, with the losses of the same ranks without a launcher",
-)
-@claim(
-    "logging",
-    "log lines have the format of the Megatron-DeepSpeed forks, and a short form on a terminal",
-)
 @linux
 @pytest.mark.parametrize(
     ("name", "status", "words"),
@@ -79,7 +67,14 @@ def test_sigterm_to_the_launcher(
     endless_losses: list[float],
     tmp_path: Path,
 ) -> None:
-    """Until then the run is that of two ranks without a launcher."""
+    """Until then the run is that of two ranks without a launcher.
+
+    Claim (command-line): `deepspeed` and `torchrun` start a run, with the losses of the same ranks
+    without a launcher
+
+    Claim (logging): log lines have the format of the Megatron-DeepSpeed forks, and a short form on
+    a terminal
+    """
     settings = {**endless, "num_workers": 1}
     run, port = launcher.launch(name, settings)
     run.wait_until(has_trained(tmp_path))

@@ -1,4 +1,7 @@
-"""Steps with non-finite gradients end to end: logs, resume, and the limit."""
+"""Steps with non-finite gradients end to end: logs, resume, and the limit.
+
+Claim (non-finite): too many consecutive skipped steps stop the run with an explanation
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ds.launch.exit_codes import ExitCode
-from tests.claims import claim
 from tests.e2e.runs import Launcher, Settings, records, steps
-
-claim("non-finite", "too many consecutive skipped steps stop the run with an explanation")
 
 FP16 = {"fp16": True, "allow_fp16_on_cpu": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 

@@ -18,7 +18,6 @@ import pytest
 
 from megatron_ds.checkpoint.metadata import MANIFEST, iteration_of, list_checkpoints
 from megatron_ds.fileio.object_store import ObjectStore
-from tests.claims import claim
 from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Run, Settings, assert_equal_runs
 from tests.object_server import BUCKET, s3_server
 
@@ -56,14 +55,12 @@ def downloaded(url: str, folder: Path) -> Path:
     return folder
 
 
-@claim(
-    "checkpoints",
-    "a run on two nodes without a shared folder, killed, resumes bit for bit from S3 on new nodes",
-)
 @pytest.mark.smoke
 def test_a_killed_run_resumes_from_the_store_on_new_nodes(
     launcher: Launcher, settings: Settings, url: str, uninterrupted: Path, tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): a run on two nodes without a shared folder, killed, resumes bit for bit
+    from S3 on new nodes"""
     crashed = launcher.start(settings, ranks=RANKS, fault="iteration:6:kill-all").wait()
     assert set(crashed.codes) == {-9}
     assert f"successfully saved checkpoint at iteration       4 to {url}\n" in crashed.output
@@ -88,11 +85,6 @@ def test_a_killed_run_resumes_from_the_store_on_new_nodes(
         assert not list(staged.glob("global_step[24]/*.pt"))
 
 
-@claim(
-    "samples",
-    "a run of two ranks whose data is in an S3 store equals one of local files, checkpoints "
-    "included",
-)
 def test_training_data_in_a_store_gives_the_run_of_local_files(
     launcher: Launcher,
     base: Settings,
@@ -101,7 +93,11 @@ def test_training_data_in_a_store_gives_the_run_of_local_files(
     uninterrupted: Path,
     tmp_path: Path,
 ) -> None:
-    """Each rank has a cache and an index cache of its own, as on two nodes."""
+    """Each rank has a cache and an index cache of its own, as on two nodes.
+
+    Claim (samples): a run of two ranks whose data is in an S3 store equals one of local files,
+    checkpoints included
+    """
     for end in (".bin", ".idx"):
         ObjectStore(url).upload(Path(f"{corpus}{end}"), f"{corpus.name}{end}")
     own = {"object_storage_cache_path": tmp_path / "cache-$RANK", "num_workers": 1}
@@ -125,11 +121,6 @@ def start_upload(launcher: Launcher, settings: Settings, url: str, iteration: in
     return run
 
 
-@claim(
-    "checkpoints",
-    "a run killed during uploads (twice in `make test`, five times in `make proofs`) loses no "
-    "complete checkpoint of the store and equals an uninterrupted one",
-)
 @pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.proof)])
 def test_kills_during_uploads_lose_no_checkpoint_and_change_no_bit(
     kills: int,
@@ -139,7 +130,11 @@ def test_kills_during_uploads_lose_no_checkpoint_and_change_no_bit(
     uninterrupted: Path,
     tmp_path: Path,
 ) -> None:
-    """One run is killed during uploads, one rank or all, and each time resumed."""
+    """One run is killed during uploads, one rank or all, and each time resumed.
+
+    Claim (checkpoints): a run killed during uploads (twice in `make test`, five times in `make
+    proofs`) loses no complete checkpoint of the store and equals an uninterrupted one
+    """
     draw = random.Random(0)
     settings = {**settings, "save_interval": 1, "keep_last": 2, "async_save": True}
     for number in range(kills):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.claims import claim
 from tests.e2e.runs import DEADLINE, REPOSITORY, Launcher, Run, Settings, free_port
 
 if TYPE_CHECKING:
@@ -161,12 +160,9 @@ def assert_details_are_those_of_the_api(page: Page, served: Served) -> None:
     check(3)
 
 
-@claim(
-    "serving",
-    "in a browser, tokens appear while a text is generated, with the probabilities of the API, "
-    "and Stop frees the server",
-)
 def test_texts_arrive_token_by_token(page: Page, served: Served) -> None:
+    """Claim (serving): in a browser, tokens appear while a text is generated, with the
+    probabilities of the API, and Stop frees the server"""
     page.goto(served.url)
     for key, problem in (("wrong", "needs a key"), (KEY, "does not accept this key")):
         page.locator("#error", has_text=problem).wait_for()
@@ -237,8 +233,8 @@ def event_of(text: str, *tokens: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": text, "logprobs": logprobs}]}
 
 
-@claim("serving", "the page shows texts of users and models as they are, never as HTML")
 def test_texts_are_shown_as_they_are(page: Page) -> None:
+    """Claim (serving): the page shows texts of users and models as they are, never as HTML"""
     site = Site(page)
     site.stream(
         event_of("😀", "\ufffd", "\ufffd"),  # two tokens of one character

@@ -9,14 +9,12 @@ import pytest
 
 from megatron_ds.config.options.deepspeed_file import get, leaves
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
-from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses
 
 FILES = REPOSITORY / "ds_configs"
 SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 4}
 
 
-@claim("deepspeed", "a run with the `config.yaml` of another one has its losses to the last digit")
 @pytest.mark.parametrize(
     "name",
     [
@@ -30,7 +28,10 @@ def test_provided_files_run_and_are_saved_with_the_checkpoints(
     name: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """The saved file is the engine's configuration, which DeepSpeed saves in its own files: a run
-    with it is the same. So is a run with the saved settings."""
+    with it is the same. So is a run with the saved settings.
+
+    Claim (deepspeed): a run with the `config.yaml` of another one has its losses to the last digit
+    """
     first, second = tmp_path / "first", tmp_path / "second"
     settings = {**base, **SCHEDULE, "bf16": True}
     if name == "zero3_nvme.json":

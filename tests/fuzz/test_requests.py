@@ -25,7 +25,6 @@ from megatron_ds.inference.serving.scheduler import Scheduler
 from megatron_ds.inference.serving.server import ServerOptions, TextServer, listen
 from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.tokenizer.chat_template import ChatTemplate
-from tests.claims import claim
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, REJECTED, read_or_error
 from tests.unit.inference.models import model_of
 from tests.unit.inference.schedulers import ByteTokenizer, LocalLink
@@ -139,13 +138,12 @@ DECAYS = {"prompts": ["A"], "tokens_to_generate": 60, "top_p": 0.9, "top_p_decay
 MANY_KEYS = b",".join(b'"%d":0' % (number % 200_000) for number in range(200_001))
 
 
-@claim(
-    "serving",
-    "a live server answers requests of any kind in time, is healthy and idle afterwards, and "
-    "ends at a signal whatever it computes",
-)
 def test_a_live_server_answers_each_request_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it is healthy and idle afterwards."""
+    """And it is healthy and idle afterwards.
+
+    Claim (serving): a live server answers requests of any kind in time, is healthy and idle
+    afterwards, and ends at a signal whatever it computes
+    """
     monkeypatch.setattr(server_module, "end_process", lambda code: os._exit(99))  # not with 0
     service = TextGenerationService(model_of("rope"), ByteTokenizer(), MAX_LENGTH)  # type: ignore[arg-type]
     engine = GenerationEngine(service.model, slots=4, capacity=MAX_LENGTH)

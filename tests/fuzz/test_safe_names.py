@@ -12,24 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.fileio.safe_names import is_safe_name
-from tests.claims import claim
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS
 
 PARTS = st.sampled_from([*"/\\.:~$*\0 ", "..", "...", "C:", "a", "NUL", "é"])
 NAMES = st.lists(PARTS, max_size=6).map("".join) | st.text(max_size=8)
 
 
-@claim(
-    "checkpoints",
-    "names of objects and manifests in a store neither write nor delete a file outside the "
-    "staging folder",
-)
 @given(name=NAMES)
 @FUZZ_SETTINGS
 @pytest.mark.parametrize(
     ("path", "folder"), [(posixpath, "/folder/below"), (ntpath, "D:\\folder\\below")]
 )
 def test_an_accepted_name_stays_inside(path: Any, folder: str, name: str) -> None:
+    """Claim (checkpoints): names of objects and manifests in a store neither write nor delete a
+    file outside the staging folder"""
     if not is_safe_name(name):
         return
     joined = path.normpath(path.join(folder, name))

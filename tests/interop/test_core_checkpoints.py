@@ -20,7 +20,6 @@ from megatron_ds.conversion.megatron.write_common import grouped, padded
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
-from tests.claims import claim
 from tests.interop.on_cpu import OnCpu, patch_devices
 from tests.unit.conversion.models import (
     OTHER_LLAMA,
@@ -101,16 +100,15 @@ def their_model(core: SimpleNamespace, ours: ModelConfig, dtype: torch.dtype) ->
     return found.to(dtype).eval()
 
 
-@claim(
-    "checkpoints",
-    "models of `megatron-core` load it and compute our logits, and its optimizers load the "
-    "states (`make test-interop`)",
-)
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_their_model_loads_an_export_and_has_our_logits(
     core: SimpleNamespace, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With every entry asked for and found, and none left over."""
+    """With every entry asked for and found, and none left over.
+
+    Claim (checkpoints): models of `megatron-core` load it and compute our logits, and its
+    optimizers load the states (`make test-interop`)
+    """
     config = model(**changes)
     source = random_source(config)
     write_torch_dist(source, tmp_path / "out")
@@ -169,16 +167,15 @@ def their_optimizer(core: SimpleNamespace, theirs: Any, dtype: torch.dtype) -> A
         return kinds.Float16OptimizerWithFloat16Params(adam, options, None, add_states)
 
 
-@claim(
-    "checkpoints",
-    "models of `megatron-core` load it and compute our logits, and its optimizers load the "
-    "states (`make test-interop`)",
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_their_optimizer_loads_the_states(
     core: SimpleNamespace, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Moments, steps and master weights, which their optimizer then steps."""
+    """Moments, steps and master weights, which their optimizer then steps.
+
+    Claim (checkpoints): models of `megatron-core` load it and compute our logits, and its
+    optimizers load the states (`make test-interop`)
+    """
     config = model(**OTHER_LLAMA)
     source = random_source(config)
     source = dataclasses.replace(source, **random_training(config)).checked().to(dtype)

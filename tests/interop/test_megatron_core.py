@@ -32,7 +32,6 @@ from megatron_ds.preprocess.documents.sentence_splitter import Splitter, choose_
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
-from tests.claims import claim
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -98,16 +97,15 @@ def check_same(theirs: Any, ours: IndexedDataset, count: int) -> None:
         assert theirs[at].tolist() == ours.get(at).tolist()
 
 
-@claim(
-    "data",
-    "`megatron-core` and this package read each other's token files, which are identical (`make "
-    "test-interop`)",
-)
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_each_reads_what_the_other_writes_and_the_bytes_are_the_same(
     megatron: SimpleNamespace, tmp_path: Path, size: int
 ) -> None:
-    """Documents of one and of several sequences."""
+    """Documents of one and of several sequences.
+
+    Claim (data): `megatron-core` and this package read each other's token files, which are
+    identical (`make test-interop`)
+    """
     theirs = written_by_megatron(megatron, tmp_path / "theirs", DOCUMENTS, size)
     ours = written_by_us(tmp_path / "ours", DOCUMENTS, size)
     assert content(theirs) == content(ours)
@@ -293,18 +291,18 @@ OF_MEGATRON_CORE = {
 """Those of megatron-core, which rounds sums of shares, where they differ."""
 
 
-@claim(
-    "samples",
-    "a run reads the samples that `megatron-core` reads of the same documents, over several "
-    "epochs; `--split` selects documents as the Megatron-DeepSpeed forks do (`make test-interop`)",
-)
 @pytest.mark.parametrize(("size", "split"), SPLITS)
 @pytest.mark.parametrize("sentences", [False, True])
 @pytest.mark.parametrize("rounding", ["megatron-deepspeed", "megatron-core"])
 def test_a_run_reads_the_samples_that_theirs_would_of_the_same_documents(
     megatron: SimpleNamespace, tmp_path: Path, size: int, split: str, rounding: str, sentences: bool
 ) -> None:
-    """Training, validation and test of one file, over several epochs."""
+    """Training, validation and test of one file, over several epochs.
+
+    Claim (samples): a run reads the samples that `megatron-core` reads of the same documents, over
+    several epochs; `--split` selects documents as the Megatron-DeepSpeed forks do (`make
+    test-interop`)
+    """
     rng = np.random.RandomState(3)
     sequences = [rng.randint(0, 99, rng.randint(1, 20)).tolist() for _ in range(size)]
     length = 4 if sentences else 1
@@ -341,12 +339,6 @@ def test_a_run_reads_the_samples_that_theirs_would_of_the_same_documents(
         assert ([*map(sample_of, their)] == samples) == (other == (first, end))
 
 
-@claim(
-    "samples",
-    "a blend, weighted or not, then gives the samples of `megatron-core`, from the start and "
-    "from the middle of a run, with the splits of `--split-rounding megatron-core` (`make "
-    "test-interop`)",
-)
 @pytest.mark.parametrize("weights", [(5.0, 3.0, 2.0), (0.7, 0.29, 0.01), (1.0, 1.0, 1.0), None])
 def test_a_blend_gives_the_samples_that_theirs_would(
     megatron: SimpleNamespace,
@@ -354,7 +346,12 @@ def test_a_blend_gives_the_samples_that_theirs_would(
     weights: tuple[float, ...] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Training, validation and test, over several epochs of rare files, and from the middle on."""
+    """Training, validation and test, over several epochs of rare files, and from the middle on.
+
+    Claim (samples): a blend, weighted or not, then gives the samples of `megatron-core`, from the
+    start and from the middle of a run, with the splits of `--split-rounding megatron-core` (`make
+    test-interop`)
+    """
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)  # asked for without a group
     rng = np.random.RandomState(3)
     prefixes = [

@@ -2,6 +2,9 @@
 
 `make proofs ONLY=lowering` installs torch's build for CUDA. `tests/golden/lowering.json` has the
 kernels; `python -m tests.lowering.test_lowering` writes it again.
+
+Claim (precision): compiled for an H100, the elementwise functions and the loss are one kernel each,
+a layer calls libraries for attention and matrix products only, and no kernel spills registers
 """
 
 from __future__ import annotations
@@ -15,14 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.claims import claim
-
-claim(
-    "precision",
-    "compiled for an H100, the elementwise functions and the loss are one kernel each, a layer "
-    "calls libraries for attention and matrix products only, and no kernel spills registers",
-)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CUDA = REPOSITORY / "build" / "lowering"

@@ -1,21 +1,46 @@
-"""The page of verified claims, from the calls of `tests.claims.claim` in the tests' source."""
+"""The page of verified claims, from the docstrings of the tests.
+
+A paragraph `Claim (SECTION): TEXT` in a test's docstring states what the test verifies, in that of
+its file what all tests of the file do. Tests with the same claim share a row of the page.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.claims import SECTIONS
 from tests.import_graph import REPOSITORY
 from tests.proofs.marked import Marked, marked_tests
+
+SECTIONS = {
+    "data": "Token files and preprocessing",
+    "samples": "Samples and blends",
+    "cleaning": "Cleaning",
+    "tokenizers": "Tokenizers",
+    "parallel": "Parallel training",
+    "deepspeed": "DeepSpeed JSON",
+    "precision": "Precision and kernels",
+    "accelerators": "Accelerators",
+    "non-finite": "Steps with non-finite gradients",
+    "schedules": "Schedules",
+    "checkpoints": "Checkpoints and resume",
+    "stopping": "Stopping and failures",
+    "logging": "Logging and estimates",
+    "command-line": "Command line",
+    "extension": "Extension",
+    "conversion": "Conversion",
+    "serving": "Generation and serving",
+}
+"""Headings of the page by section, in its order."""
 
 OUTPUT = REPOSITORY / "docs" / "development" / "verified.md"
 INTRODUCTION = """\
 # Verified claims
 
 This page names the tests behind each claim about the package. `python -m tests.pages` writes it
-from the calls of `claim` at the tests.
+from the paragraphs `Claim (SECTION): TEXT` in their docstrings.
 
 Each claim is verified by the tests in the second column. The third one shows which command runs at
 least one of them: `test` (`make test`), or only `proofs` (`make proofs`, which runs all tests in
@@ -26,28 +51,25 @@ all their cases), `interop` (`make test-interop`, which downloads `megatron-core
 
 
 def claims_in(path: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """Section and text of each claim of a file, and the names of its tests."""
+    """Section and text of each claim of a file, and the names of its tests.
+
+    Raises:
+        KeyError: If there is no such section.
+    """
     source = path.read_text(encoding="utf-8")
-    if "import claim" not in source:
+    if "Claim (" not in source:
         return
-    body = ast.parse(source).body
-    names = [
-        node.name
-        for node in body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
-    ]
-    for node in body:
-        if isinstance(node, ast.FunctionDef):
-            calls, test = node.decorator_list, node.name
-        elif isinstance(node, ast.Expr):
-            calls, test = [node.value], ""
-        else:
-            continue
-        for call in calls:
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "claim":
-                section, text = map(ast.literal_eval, call.args)
-                assert not test or test in names, f"{path}: {test} is not a test"
-                yield section, text, [test] if test else names
+    module = ast.parse(source)
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    names = [node.name for node in functions if node.name.startswith("test")]
+    for node in (module, *functions):
+        for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
+            if claim := re.fullmatch(r"Claim \((.*?)\):(.+)", paragraph, re.DOTALL):
+                tests = names if node is module else [name for name in names if name == node.name]
+                assert tests, f"{path}: a claim without a test"
+                if claim[1] not in SECTIONS:
+                    raise KeyError(f"{path}: there is no section {claim[1]}")
+                yield claim[1], " ".join(claim[2].split()), tests
 
 
 def tier(tests: list[str], marked: dict[str, Marked]) -> str:

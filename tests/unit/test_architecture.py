@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.claims import claim
 from tests.import_graph import (
     PACKAGE,
     REPOSITORY,
@@ -161,13 +160,13 @@ def test_entry_points_leave_command_lines_to_the_cli_package() -> None:
     assert users("argparse", ENTRY_POINTS) == []
 
 
-@claim(
-    "accelerators",
-    "two files name devices, and no other file of the package, its tools and examples",
-)
 def test_devices_are_named_in_two_files_only() -> None:
     """Accelerators of DeepSpeed and torch, also as attributes such as `is_cuda`; benchmarks, which
-    measure on a CPU, may name that."""
+    measure on a CPU, may name that.
+
+    Claim (accelerators): two files name devices, and no other file of the package, its tools and
+    examples
+    """
 
     def names(node: ast.AST) -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

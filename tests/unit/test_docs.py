@@ -21,10 +21,9 @@ from megatron_ds.config.problems import Problem, catalogue
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_config import settings_of
-from tests.claims import SECTIONS, claim
 from tests.import_graph import nodes, sources
 from tests.pages.flags import tool_tables
-from tests.pages.verified import claims_in, tier
+from tests.pages.verified import SECTIONS, claims_in, tier
 from tests.problems import codes
 from tests.proofs.marked import Marked
 
@@ -151,6 +150,17 @@ def test_each_claim_has_one_section_and_its_test() -> None:
     assert len(sections) > 300
     assert len(dict(sections)) == len(sections)
     assert {section for _, section in sections} == set(SECTIONS)
+
+
+def test_claims_are_paragraphs_of_the_docstrings_of_a_file_and_its_tests(tmp_path: Path) -> None:
+    path = tmp_path / "test_x.py"
+    tests = 'def test_a(): ...\ndef test_b():\n    """Claim (data): of\n    b"""\n'
+    path.write_text(f'"""Of a file.\n\nClaim (serving): of all\n"""\n{tests}')
+    of_file, of_test = ("serving", "of all", ["test_a", "test_b"]), ("data", "of b", ["test_b"])
+    assert list(claims_in(path)) == [of_file, of_test]
+    path.write_text(tests.replace("(data)", "(date)"))
+    with pytest.raises(KeyError, match="no section date"):
+        list(claims_in(path))
 
 
 @pytest.mark.parametrize(
@@ -311,12 +321,9 @@ def test_the_code_map_lists_every_folder() -> None:
             assert (REPOSITORY / "megatron_ds" / folder / file).is_file(), file
 
 
-@claim(
-    "accelerators",
-    "[Accelerators](../running/accelerators.md) lists the methods of DeepSpeed's accelerator "
-    "that the package calls",
-)
 def test_the_page_of_accelerators_lists_what_is_asked_of_one() -> None:
+    """Claim (accelerators): [Accelerators](../running/accelerators.md) lists the methods of
+    DeepSpeed's accelerator that the package calls"""
     objects = {"accelerator", "get_accelerator()", "self._accelerator"}
     asked = {
         node.attr

@@ -15,7 +15,6 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.model.spec.architecture import run_spec
-from tests.claims import claim
 from tests.problems import codes
 from tests.unit.model.dense import build_model
 
@@ -49,9 +48,9 @@ def built(line: str) -> tuple[Config, list[Problem]]:
     return build_config(shlex.split(line), world_size=1, warn=lambda warning: None)
 
 
-@claim("command-line", "every preset has the published number of parameters of its model")
 @pytest.mark.parametrize("preset", presets.PRESETS)
 def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
+    """Claim (command-line): every preset has the published number of parameters of its model"""
     first_line = Path(presets.path_of(preset)).read_text(encoding="utf-8").partition("\n")[0]
     published = PUBLISHED.fullmatch(first_line)
     assert published is not None
@@ -61,9 +60,9 @@ def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
     assert (f"{count:,}" if "," in text else f"{count / 1e9:.1f}") == text
 
 
-@claim("command-line", "every preset trains at tiny size")
 @pytest.mark.parametrize("preset", presets.PRESETS)
 def test_presets_train_at_tiny_size(preset: str) -> None:
+    """Claim (command-line): every preset trains at tiny size"""
     config, _ = built(f"--preset {preset} {RUN}")
     tiny = TINY | {name: size for name, size in SMALLER.items() if name in config.given}
     if "num_query_groups" in config.given:

@@ -1,4 +1,7 @@
-"""Schedules compared with tables of expected values and with step-by-step simulation."""
+"""Schedules compared with tables of expected values and with step-by-step simulation.
+
+Claim (schedules): learning rate, weight decay and batch size schedules are Megatron's
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,6 @@ import pytest
 from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.train_state import SpikeLimits, StepResult, TrainState
-from tests.claims import claim
-
-claim("schedules", "learning rate, weight decay and batch size schedules are Megatron's")
 
 SEQUENCE = 10
 
@@ -159,9 +159,11 @@ def test_batch_size_ramps_up_with_consumed_samples(
     assert batches(config, 1, len(expected)) == expected
 
 
-@claim("logging", "the time left follows the batch size and ends at the next exit condition")
 def test_tokens_left_follow_the_batch_size_and_end_at_the_exit_interval() -> None:
-    """Batches of 4, 4, 8, 12, then 16 samples of 10 tokens."""
+    """Batches of 4, 4, 8, 12, then 16 samples of 10 tokens.
+
+    Claim (logging): the time left follows the batch size and ends at the next exit condition
+    """
     rampup = {"global_batch_size": 16, "rampup_batch_size": (4, 4, 24), "train_samples": 60}
     config, state = config_with(rampup), TrainState(1, 4, 40)
     assert schedules.tokens_left(config, 1, state) == 10 * (4 + 8 + 12 + 16 + 16)

@@ -1,5 +1,9 @@
 """Schedules of sequence length and batch size, and schedules in tokens: tables, and comparison with
-a step-by-step simulation."""
+a step-by-step simulation.
+
+Claim (schedules): its totals equal a walk over every step, and a resumed run plans the remaining
+steps identically
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,7 @@ from megatron_ds import schedule_validation, schedules
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
-from tests.claims import claim
 from tests.problems import codes, raises_problem
-
-claim(
-    "schedules",
-    "its totals equal a walk over every step, and a resumed run plans the remaining steps "
-    "identically",
-)
 
 LENGTH = 64
 

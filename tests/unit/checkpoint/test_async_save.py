@@ -1,4 +1,8 @@
-"""Saves in the background: what they leave at any moment, and that they never interleave."""
+"""Saves in the background: what they leave at any moment, and that they never interleave.
+
+Claim (checkpoints): training continues while a slow disk writes; saves never interleave; a run ends
+after its last save
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,6 @@ from megatron_ds.config import CheckpointConfig
 from megatron_ds.engine.deepspeed import checkpoint_io
 from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 from megatron_ds.training.saving import Saver
-from tests.claims import claim
 from tests.unit.checkpoint.fakes import (
     FakeEngine,
     FakeSnapshot,
@@ -33,12 +36,6 @@ from tests.unit.checkpoint.fakes import (
     names_in,
     save,
     state_at,
-)
-
-claim(
-    "checkpoints",
-    "training continues while a slow disk writes; saves never interleave; a run ends after its "
-    "last save",
 )
 
 DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

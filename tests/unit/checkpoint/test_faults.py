@@ -32,7 +32,6 @@ from megatron_ds.conversion.megatron import detect
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.launch.exit_codes import ExitCode
-from tests.claims import claim
 from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.fakes import (
     Crash,
@@ -54,10 +53,6 @@ DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FILES = ("model_states.pt", "below/optim_states.pt", "run.json", "manifest.json")
 
 
-@claim(
-    "checkpoints",
-    "a flipped bit or truncation anywhere in a checkpoint is detected, and its file is named",
-)
 @pytest.mark.parametrize("change", [flipped, truncated])
 @pytest.mark.parametrize("name", FILES)
 def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
@@ -67,7 +62,11 @@ def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
     folder: Path,
     logged: list[str],
 ) -> None:
-    """By training and, in the files that it reads, by generation."""
+    """By training and, in the files that it reads, by generation.
+
+    Claim (checkpoints): a flipped bit or truncation anywhere in a checkpoint is detected, and its
+    file is named
+    """
     save(checkpoints, 4, 8)
     path = folder / "global_step8" / name
     original = path.read_bytes()
@@ -219,12 +218,14 @@ def test_ckpt_step_selects_one_checkpoint(
         load(manager(load_tag="global_step6"))
 
 
-@claim("checkpoints", "reading a checkpoint executes no code, whatever its files contain")
 @pytest.mark.parametrize("name", FILES[:2])
 def test_a_pickle_that_would_run_code_is_rejected(
     name: str, checkpoints: CheckpointManager, folder: Path, logged: list[str], tmp_path: Path
 ) -> None:
-    """The manifest matches the file, as an attacker would write it."""
+    """The manifest matches the file, as an attacker would write it.
+
+    Claim (checkpoints): reading a checkpoint executes no code, whatever its files contain
+    """
     save(checkpoints, 4, 8)
     path = folder / "global_step8"
     write_tensors({"content": Trap(tmp_path / "sprung")}, path / name)
@@ -250,7 +251,6 @@ SAVES = pytest.mark.parametrize(
 """Of an iteration that has a checkpoint, or has none."""
 
 
-@claim("checkpoints", "a crash while saving leaves the previous checkpoint intact")
 @SAVES
 def test_crash_at_any_rename_leaves_a_complete_checkpoint(
     again: bool,
@@ -259,7 +259,10 @@ def test_crash_at_any_rename_leaves_a_complete_checkpoint(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Interrupts the save before its first rename, its second, and so on."""
+    """Interrupts the save before its first rename, its second, and so on.
+
+    Claim (checkpoints): a crash while saving leaves the previous checkpoint intact
+    """
     # run.json, manifest, the older folder, the folder, the removal of the older one, two pointers
     renames = 7 if again else 5
     for number in range(renames + 1):
@@ -335,14 +338,11 @@ def test_keep_last_keeps_that_many_checkpoints(manager: Managers, folder: Path) 
     assert names_in(folder) == {*kept, *local_files.POINTERS}
 
 
-@claim(
-    "non-finite",
-    "weights that are not finite are neither loaded nor saved, and no checkpoint is removed "
-    "after a skipped step",
-)
 def test_a_save_after_a_skipped_step_removes_no_checkpoint(
     manager: Managers, folder: Path, logged: list[str]
 ) -> None:
+    """Claim (non-finite): weights that are not finite are neither loaded nor saved, and no
+    checkpoint is removed after a skipped step"""
     keeping = manager(keep_last=1)
     save(keeping, 2)
     for iteration in (4, 6):
@@ -357,17 +357,16 @@ def test_a_save_after_a_skipped_step_removes_no_checkpoint(
     assert names_in(folder) == {"global_step8", *local_files.POINTERS}
 
 
-@claim(
-    "non-finite",
-    "weights that are not finite are neither loaded nor saved, and no checkpoint is removed "
-    "after a skipped step",
-)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1e30, 1e24])
 def test_values_with_which_no_run_can_train_are_damage(
     value: float, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """They have the right checksums."""
+    """They have the right checksums.
+
+    Claim (non-finite): weights that are not finite are neither loaded nor saved, and no checkpoint
+    is removed after a skipped step
+    """
     tensor = torch.ones(4, 5, dtype=dtype)
     tensor[2, 3] = value
     states = {"module": torch.ones(3), "state": [{"step": 3, "empty": torch.ones(0)}, (tensor,)]}
@@ -377,23 +376,21 @@ def test_values_with_which_no_run_can_train_are_damage(
     assert value == 1e24 or f"state.1.0 in {name}" in found[name]
 
 
-@claim(
-    "checkpoints",
-    "milestones, and checkpoints that another process is reading, are not removed",
-)
 def test_keep_every_keeps_milestones(manager: Managers, folder: Path) -> None:
+    """Claim (checkpoints): milestones, and checkpoints that another process is reading, are not
+    removed"""
     keeping = manager(keep_last=2, keep_every=6)
     save(keeping, *range(2, 17, 2))
     kept = {"global_step6", "global_step12", "global_step14", "global_step16"}
     assert names_in(folder) == {*kept, *local_files.POINTERS}
 
 
-@claim(
-    "checkpoints",
-    "milestones, and checkpoints that another process is reading, are not removed",
-)
 def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, folder: Path) -> None:
-    """By a run that loads it, by a tool, or by a process that is killed."""
+    """By a run that loads it, by a tool, or by a process that is killed.
+
+    Claim (checkpoints): milestones, and checkpoints that another process is reading, are not
+    removed
+    """
     keeping, reading = manager(keep_last=1), manager(ckpt_step=2)
     save(keeping, 2)
     found = reading.select()
@@ -423,14 +420,11 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
     assert names_in(folder) == {"global_step12", *local_files.POINTERS}
 
 
-@claim(
-    "checkpoints",
-    "a damaged line of `metrics.jsonl`, pointers that are no files and linked checkpoints stop "
-    "no resume",
-)
 def test_of_a_linked_checkpoint_the_link_is_removed(
     manager: Managers, folder: Path, tmp_path: Path, logged: list[str]
 ) -> None:
+    """Claim (checkpoints): a damaged line of `metrics.jsonl`, pointers that are no files and linked
+    checkpoints stop no resume"""
     keeping = manager(keep_last=1)
     save(keeping, 2)
     (folder / "global_step2").rename(tmp_path / "elsewhere")
@@ -441,13 +435,10 @@ def test_of_a_linked_checkpoint_the_link_is_removed(
     assert "save-pointers-failed" not in printed_codes("\n".join(logged))
 
 
-@claim(
-    "checkpoints",
-    "a damaged line of `metrics.jsonl`, pointers that are no files and linked checkpoints stop "
-    "no resume",
-)
 @pytest.mark.timeout(60)
 def test_pointers_that_are_no_files_are_ignored(manager: Managers, folder: Path) -> None:
+    """Claim (checkpoints): a damaged line of `metrics.jsonl`, pointers that are no files and linked
+    checkpoints stop no resume"""
     save(manager(), 2)
     for name in (*local_files.POINTERS, POINTER):
         (folder / name).unlink(missing_ok=True)
@@ -526,11 +517,13 @@ def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(
     assert names_in(folder) == {"global_step6", *local_files.POINTERS}
 
 
-@claim("command-line", "checkpoints of every version of Python are read")
 def test_members_of_an_enum_are_read_back_whatever_the_version_of_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.11.0 to 3.11.3 pickle them as a call of getattr."""
+    """Python 3.11.0 to 3.11.3 pickle them as a call of getattr.
+
+    Claim (command-line): checkpoints of every version of Python are read
+    """
     by_name = lambda self, protocol: (getattr, (type(self), self.name))  # noqa: E731
     monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
     value = {"zero_stage": ZeroStageEnum.gradients}

@@ -1,4 +1,8 @@
-"""Roll-backs: after --ckpt-step a plain --load continues the new branch, whatever else is there."""
+"""Roll-backs: after --ckpt-step a plain --load continues the new branch, whatever else is there.
+
+Claim (checkpoints): after `--ckpt-step`, a plain `--load` continues the new branch, whatever
+crashed in between
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.files.native_settings import select_native
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import POINTER_PENDING
-from tests.claims import claim
 from tests.unit.checkpoint.fakes import (
     Crash,
     FakeEngine,
@@ -22,11 +25,6 @@ from tests.unit.checkpoint.fakes import (
     names_in,
     save,
     state_at,
-)
-
-claim(
-    "checkpoints",
-    "after `--ckpt-step`, a plain `--load` continues the new branch, whatever crashed in between",
 )
 
 Resume = Callable[..., None]

@@ -19,7 +19,6 @@ from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
-from tests.claims import claim
 from tests.problems import printed_codes
 from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
 
@@ -71,11 +70,6 @@ def test_a_checkpoint_without_a_file_leaves_the_one_before_it(
     assert (state, engine.content) == (state_at(2), "of iteration 2")
 
 
-@claim(
-    "checkpoints",
-    "local checkpoints are used however the `--save` folder is spelled on the restart, and a "
-    "warning names newer ones that are not",
-)
 @pytest.mark.parametrize(
     ("first", "options"),
     [
@@ -93,6 +87,8 @@ def test_a_folder_spelled_differently_is_the_same_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Claim (checkpoints): local checkpoints are used however the `--save` folder is spelled on the
+    restart, and a warning names newer ones that are not"""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "below").mkdir()
@@ -106,15 +102,12 @@ def test_a_folder_spelled_differently_is_the_same_run(
     assert "local-checkpoints-unused" not in printed_codes("\n".join(logged))
 
 
-@claim(
-    "checkpoints",
-    "local checkpoints are used however the `--save` folder is spelled on the restart, and a "
-    "warning names newer ones that are not",
-)
 @pytest.mark.parametrize("options", [{"save": "other"}, {"finetune": True}, {"ckpt_step": 2}])
 def test_newer_local_checkpoints_that_are_not_used_are_a_warning(
     options: dict[str, Any], start: Start, logged: list[str], tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): local checkpoints are used however the `--save` folder is spelled on the
+    restart, and a warning names newer ones that are not"""
     manager = start()
     save(manager, 2)
     manager.save_local(FakeEngine(), state_at(4))

@@ -23,7 +23,6 @@ from megatron_ds.config import Config, DataConfig, OptimizerConfig, PrecisionCon
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend.blend_history import SourceId, resume_history
 from megatron_ds.train_state import TrainState
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (
     FakeEngine,
@@ -97,14 +96,11 @@ def test_load_selects_the_last_save(
     ]
 
 
-@claim(
-    "checkpoints",
-    "the parts of fused matrices are declared in checkpoints and folders of weights, and another "
-    "order is rejected",
-)
 def test_a_checkpoint_with_the_parts_of_a_matrix_in_another_order_is_rejected(
     checkpoints: CheckpointManager, folder: Path
 ) -> None:
+    """Claim (checkpoints): the parts of fused matrices are declared in checkpoints and folders of
+    weights, and another order is rejected"""
     save(checkpoints, 7)
     edit("shards", "weight", parts=["up", "gate"])(folder / "global_step7")
     with raises_problem("fused-parts-changed", contains="weight consists of up, gate"):
@@ -281,10 +277,11 @@ def test_steps_are_those_of_a_state_or_of_its_group(
         assert SavedStates(found).steps("weight") == steps
 
 
-@claim("checkpoints", "`--finetune` and `--no-load-optim` take the weights alone, on any layout")
 def test_a_new_run_starts_from_weights_alone(
     checkpoints: CheckpointManager, manager: Managers, tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): `--finetune` and `--no-load-optim` take the weights alone, on any
+    layout"""
     save(checkpoints, 2)
     sgd, seed = OptimizerConfig(optimizer="sgd"), RuntimeConfig(seed=1)
     tuned = manager(finetune=True, save=str(tmp_path / "new"), optimizer=sgd, runtime=seed)
@@ -314,14 +311,11 @@ def test_a_new_run_starts_from_weights_and_optimizer_states(
         manager(**options, optimizer=OptimizerConfig(optimizer="sgd")).select()
 
 
-@claim(
-    "checkpoints",
-    "checkpoints without states of the optimizer have the weights of any layout, and continue "
-    "without these states only",
-)
 def test_a_checkpoint_without_optimizer_states_continues_without_them_only(
     manager: Managers, tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): checkpoints without states of the optimizer have the weights of any
+    layout, and continue without these states only"""
     save(manager(no_save_optim=True), 2)
     for options in ({}, {"reset_iteration": True, "save": str(tmp_path / "new")}):
         with raises_problem("checkpoint-without-optimizer", "no_load_optim", "finetune"):
@@ -356,10 +350,11 @@ def test_too_little_space_gives_a_warning_before_the_save(
     assert not is_warned()
 
 
-@claim("checkpoints", "`--finetune` and `--no-load-optim` take the weights alone, on any layout")
 def test_a_run_continues_without_the_states_of_its_optimizer(
     checkpoints: CheckpointManager, manager: Managers
 ) -> None:
+    """Claim (checkpoints): `--finetune` and `--no-load-optim` take the weights alone, on any
+    layout"""
     save(checkpoints, 2)
     others = {"optimizer": OptimizerConfig(optimizer="lion"), "no_load_optim": True}
     state, engine = load(manager(**others))

@@ -3,6 +3,9 @@
 RFC 1813, section 4.5 and 4.8, and the Linux client: a file that is deleted while it is open remains
 under a name of its own, handles of replaced files become stale, a request whose answer was lost is
 repeated, and what another host has written is visible only after a while.
+
+Claim (checkpoints): on NFS, files that are still open, renames whose answer was lost, stale handles
+and late entries cost no checkpoint
 """
 
 from __future__ import annotations
@@ -25,14 +28,7 @@ from megatron_ds.checkpoint.metadata import REPLACED
 from megatron_ds.checkpoint.save_steps import SaveError, SaveSteps
 from megatron_ds.fileio import visibility
 from megatron_ds.fileio.atomic import rename, write_atomically
-from tests.claims import claim
 from tests.unit.checkpoint.fakes import Managers, load, names_in, save, state_at
-
-claim(
-    "checkpoints",
-    "on NFS, files that are still open, renames whose answer was lost, stale handles and late "
-    "entries cost no checkpoint",
-)
 
 SILLY_RENAMED = ".nfs0000000000000001"
 

@@ -1,4 +1,7 @@
-"""One run at a time owns a --save folder; the lock of a dead one is taken over."""
+"""One run at a time owns a --save folder; the lock of a dead one is taken over.
+
+Claim (checkpoints): one run at a time owns a `--save` folder; a killed run's is taken over at once
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,8 @@ import pytest
 from megatron_ds.checkpoint.folders import run_lock
 from megatron_ds.checkpoint.folders.run_lock import LOCK, Owner, acquire
 from megatron_ds.checkpoint.save_steps import SaveError
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import FakeSnapshot, Managers, names_in, save
-
-claim(
-    "checkpoints",
-    "one run at a time owns a `--save` folder; a killed run's is taken over at once",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +66,9 @@ def test_a_live_owner_is_named(tmp_path: Path, logged: list[str]) -> None:
     assert len(logged) == 1
 
 
-@claim(
-    "checkpoints",
-    "a copy of the `--save` folder of a live run can be used; renamed and linked it still "
-    "belongs to the run",
-)
 def test_a_copy_of_the_folder_of_a_live_run_is_free(tmp_path: Path, logged: list[str]) -> None:
+    """Claim (checkpoints): a copy of the `--save` folder of a live run can be used; renamed and
+    linked it still belongs to the run"""
     with another_run(tmp_path / "run"):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         lock = acquire(tmp_path / "copy", logged.append)
@@ -83,14 +77,11 @@ def test_a_copy_of_the_folder_of_a_live_run_is_free(tmp_path: Path, logged: list
         lock.release()
 
 
-@claim(
-    "checkpoints",
-    "a copy of the `--save` folder of a live run can be used; renamed and linked it still "
-    "belongs to the run",
-)
 def test_a_renamed_a_linked_and_a_recreated_folder_are_those_of_the_live_run(
     tmp_path: Path, logged: list[str]
 ) -> None:
+    """Claim (checkpoints): a copy of the `--save` folder of a live run can be used; renamed and
+    linked it still belongs to the run"""
     with another_run(tmp_path / "run"):
         (tmp_path / "run").rename(tmp_path / "renamed")
         (tmp_path / "link").symlink_to("renamed")

@@ -1,4 +1,8 @@
-"""Whether hosts share the folders of --save and --load: a question of the first rank."""
+"""Whether hosts share the folders of --save and --load: a question of the first rank.
+
+Claim (checkpoints): `--save` and `--load` folders that the hosts do not share are rejected, and
+left as they were; one that shows files late is not
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,7 @@ from megatron_ds.checkpoint.folders.shared_folders import SharedFolders
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.fileio import visibility
-from tests.claims import claim
 from tests.problems import codes, fields
-
-claim(
-    "checkpoints",
-    "`--save` and `--load` folders that the hosts do not share are rejected, and left as they "
-    "were; one that shows files late is not",
-)
 
 
 @pytest.fixture(autouse=True)

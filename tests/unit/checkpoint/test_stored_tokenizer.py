@@ -1,4 +1,7 @@
-"""The tokenizer that a checkpoint stores: complete, verified, and compared on a resume."""
+"""The tokenizer that a checkpoint stores: complete, verified, and compared on a resume.
+
+Claim (checkpoints): a checkpoint generates from any folder without the original tokenizer files
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,9 @@ from megatron_ds.inference import load_checkpoint
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 from megatron_ds.tokenizer.stored_files import read_files
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import Managers, load, save, state_at
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
-
-claim("checkpoints", "a checkpoint generates from any folder without the original tokenizer files")
 
 WithTokenizer = Callable[..., CheckpointManager]
 

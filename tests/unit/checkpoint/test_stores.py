@@ -38,7 +38,6 @@ from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
-from tests.claims import claim
 from tests.problems import codes, raises_problem
 from tests.unit.checkpoint.fakes import (
     FakeEngine,
@@ -187,11 +186,6 @@ def test_a_download_leaves_a_file_that_is_being_read(run: Runs, tmp_path: Path) 
     assert {path.name for path in staged.iterdir() if path.name.startswith(".")} == set()
 
 
-@claim(
-    "checkpoints",
-    "a store that fails, or a process that ends, at any operation of an upload leaves the older "
-    "checkpoints intact",
-)
 @pytest.mark.parametrize(
     ("kind", "again"),
     [
@@ -204,7 +198,11 @@ def test_a_download_leaves_a_file_that_is_being_read(run: Runs, tmp_path: Path) 
 def test_a_store_that_fails_at_any_operation_loses_no_older_checkpoint(
     kind: str, again: bool, run: Runs, tmp_path: Path, logged: list[str]
 ) -> None:
-    """The first write of the save fails and all after it, then the second, and so on."""
+    """The first write of the save fails and all after it, then the second, and so on.
+
+    Claim (checkpoints): a store that fails, or a process that ends, at any operation of an upload
+    leaves the older checkpoints intact
+    """
     failed = 0
     for number in range(60):
         Flaky.store.clear()
@@ -298,11 +296,11 @@ def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(run: Runs) -> N
     assert number > 2
 
 
-@claim("checkpoints", "a damaged object is found and the checkpoint before it is loaded")
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "no manifest"])
 def test_a_damaged_checkpoint_is_skipped(
     damage: str, run: Runs, logged: list[str], tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): a damaged object is found and the checkpoint before it is loaded"""
     with run() as manager:
         save(manager, 4, 8)
     shutil.rmtree(tmp_path / "a")
@@ -357,17 +355,14 @@ def test_tools_load_a_run_one_checkpoint_or_any_folder(run: Runs, tmp_path: Path
     assert not warnings
 
 
-@claim(
-    "checkpoints",
-    "names of objects and manifests in a store neither write nor delete a file outside the "
-    "staging folder",
-)
 @pytest.mark.parametrize(
     "name", ["{victim}", "../../../victim.pt", "tokenizer/../../../../escaped"]
 )
 def test_names_of_a_store_neither_write_nor_delete_outside_the_staging_folder(
     name: str, run: Runs, tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): names of objects and manifests in a store neither write nor delete a
+    file outside the staging folder"""
     victim = tmp_path / "victim.pt"
     victim.write_text("mine")
     name = name.format(victim=victim)
@@ -394,8 +389,8 @@ def test_names_of_a_store_neither_write_nor_delete_outside_the_staging_folder(
     assert not list(tmp_path.rglob("escaped"))
 
 
-@claim("checkpoints", "one run at a time owns a `--save` URL")
 def test_a_url_is_owned_by_one_run(run: Runs, logged: list[str]) -> None:
+    """Claim (checkpoints): one run at a time owns a `--save` URL"""
     store = ObjectStore(URL)
     with run():
         owner = store.read(LOCK)

@@ -19,7 +19,6 @@ from megatron_ds.checkpoint.universal.writer import UniversalContent, write_stat
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.weights import ShardSpec
-from tests.claims import claim
 from tests.problems import codes, raises_problem
 from tests.unit.checkpoint.fakes import Managers, flip_a_bit, load, save, state_at
 
@@ -116,12 +115,9 @@ def selected(manager: Managers, **options: Any) -> str:
     return found.path.name
 
 
-@claim(
-    "checkpoints",
-    "`--universal-checkpoint` selects a universal checkpoint, but never one that the run has "
-    "left behind",
-)
 def test_the_flag_selects_universal_checkpoints(saved: Path, manager: Managers) -> None:
+    """Claim (checkpoints): `--universal-checkpoint` selects a universal checkpoint, but never one
+    that the run has left behind"""
     assert selected(manager) == "global_step5"
     assert selected(manager, universal_checkpoint=True) == "global_step5_universal"
     assert selected(manager, ckpt_step=3) == "global_step3"

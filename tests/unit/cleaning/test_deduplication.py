@@ -28,7 +28,6 @@ from megatron_ds.cleaning.find_duplicates import (
 from megatron_ds.cleaning.stages import Document
 from megatron_ds.preprocess.documents.formats import RawDocument
 from megatron_ds.preprocess.documents.parsing import RejectedDocument
-from tests.claims import claim
 from tests.problems import codes
 
 WORDS = [f"word{number}" for number in range(5000)]
@@ -68,12 +67,13 @@ def test_exact_duplicates_ignore_case_and_whitespace() -> None:
     assert claim("some text of two lines") is None
 
 
-@claim("cleaning", "near-duplicates are found, and other documents are kept")
 def test_near_duplicates_are_found_and_others_are_kept() -> None:
     """Recall is at least 95% and the false positive rate at most 5%.
 
     Each of 200 texts of 200 words has a near copy (Jaccard 0.86 to 1) and a far copy (below 0.7).
     MinHash with 128 values estimates 0.8 with a standard error of 0.035.
+
+    Claim (cleaning): near-duplicates are found, and other documents are kept
     """
     rng = random.Random(1)
     options = NearOptions()

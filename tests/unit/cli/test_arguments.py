@@ -16,7 +16,6 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch.exit_codes import SettingsRejected
 from megatron_ds.launch.software import version_text
-from tests.claims import claim
 from tests.problems import codes, printed_codes
 
 REPOSITORY = Path(__file__).parents[3]
@@ -135,12 +134,10 @@ DEPENDENT = {
 """The fields that have no effect without a line."""
 
 
-@claim(
-    "command-line",
-    "any line of a script can be left out: flags that depend on it are warned of",
-)
 @pytest.mark.parametrize("left_out", ["", *SCRIPT])
 def test_lines_of_a_script_can_be_left_out(left_out: str) -> None:
+    """Claim (command-line): any line of a script can be left out: flags that depend on it are
+    warned of"""
     lines = " ".join([NEEDED, *(line for line in SCRIPT if line != left_out)])
     config, problems = build_config(
         lines.split(), world_size=2, warn=lambda _: None, complete=merge_file

@@ -12,7 +12,6 @@ from megatron_ds.cli import config_file
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem
-from tests.claims import claim
 from tests.problems import codes
 
 BASE = (
@@ -34,10 +33,6 @@ def written(folder: Path, content: str, name: str = "run.yaml") -> Path:
     return path
 
 
-@claim(
-    "deepspeed",
-    "`--print-config` and `--config` are inverse to each other, for all types of values",
-)
 @pytest.mark.parametrize(
     "line",
     [
@@ -51,6 +46,8 @@ def written(folder: Path, content: str, name: str = "run.yaml") -> Path:
     ],
 )
 def test_a_written_file_repeats_the_settings(line: str, tmp_path: Path) -> None:
+    """Claim (deepspeed): `--print-config` and `--config` are inverse to each other, for all types
+    of values"""
     config, problems, warnings = built(BASE + line)
     path = written(tmp_path, yaml_file.dump(config))
     again, problems_again, warnings_again = built(f"--config {path}")

@@ -24,7 +24,6 @@ from megatron_ds.cli.command import table_of
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, ModelConfig
-from tests.claims import claim
 from tests.pages.flags import tool_tables
 from tests.problems import codes
 from tools import generate_samples_gpt, preprocess_data, run_text_generation_server
@@ -89,12 +88,9 @@ def listed() -> Iterator[tuple[str, str]]:
         yield from ((head.split()[0], name) for name in names.split())
 
 
-@claim(
-    "command-line",
-    "every flag of Megatron-LM core 0.8 and both Megatron-DeepSpeed forks is accepted, ignored "
-    "with a reason, or rejected with an alternative",
-)
 def test_every_flag_of_the_peers_is_known() -> None:
+    """Claim (command-line): every flag of Megatron-LM core 0.8 and both Megatron-DeepSpeed forks is
+    accepted, ignored with a reason, or rejected with an alternative"""
     flags_by_tool = list(listed())
     unknown = [
         (tool, name) for tool, name in flags_by_tool if dashed(name) not in TABLES[tool].by_name

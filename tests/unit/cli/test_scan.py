@@ -12,7 +12,6 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.scan import ParsedLine, scan
 from megatron_ds.config import Config
-from tests.claims import claim
 from tests.problems import codes, fields
 
 
@@ -230,8 +229,8 @@ def test_dashes_and_escaped_spaces_are_explained(argument: str) -> None:
     assert found(argument) != found("word")
 
 
-@claim("command-line", "all errors of a command line are reported at once")
 def test_all_problems_of_a_line_are_reported_at_once() -> None:
+    """Claim (command-line): all errors of a command line are reported at once"""
     line = scan_of(
         "--num-layers two --lr-decay-style cos --hiden-size 8 --ds-sequence-parallel-fpdt --bf16 "
         "--micro-batch-size 2 --batch-size 4 --num-attention-heads 2.5 --hidden-size 9 --fp16 yes "

@@ -15,7 +15,6 @@ from megatron_ds.config import GROUPS, Config, ParallelConfig
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
-from tests.claims import claim
 from tests.problems import codes, fields
 
 VALID = {
@@ -207,10 +206,6 @@ INEFFECTIVE: dict[str, Sequence[tuple[Any, dict[str, Any]]]] = {
 """By field, values and other settings next to which they have no effect."""
 
 
-@claim(
-    "command-line",
-    "any line of a script can be left out: flags that depend on it are warned of",
-)
 @pytest.mark.parametrize(
     ("name", "value", "others"),
     [(name, *case) for name, cases in INEFFECTIVE.items() for case in cases],
@@ -218,6 +213,8 @@ INEFFECTIVE: dict[str, Sequence[tuple[Any, dict[str, Any]]]] = {
 def test_flag_without_effect_is_a_warning_and_no_error(
     name: str, value: Any, others: dict[str, Any]
 ) -> None:
+    """Claim (command-line): any line of a script can be left out: flags that depend on it are
+    warned of"""
     config = dataclasses.replace(
         config_of(**{name: value, **others}), given=frozenset({name, *others})
     )

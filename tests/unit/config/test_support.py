@@ -16,7 +16,6 @@ from megatron_ds.config.options.optimizer import OptimizerConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.support_matrix import AXES, RULES, Layout, Rule
 from megatron_ds.engine.ds_config.merge import merge_file
-from tests.claims import claim
 from tests.dist import layouts, proofs
 from tests.dist.proofs import EVERYTHING, PROOFS
 from tests.problems import codes
@@ -48,12 +47,10 @@ def configure(layout: Layout) -> tuple[Config, list[Problem]]:
     return build_config(words, world_size=WORLD_SIZE, warn=lambda _: None, complete=merge_file)
 
 
-@claim(
-    "deepspeed",
-    "layouts that do not work, or that DeepSpeed computes incorrectly, are rejected with the "
-    "closest one that works ([support_matrix.md](../reference/support_matrix.md))",
-)
 def test_forbidden_layouts_are_rejected_and_the_closest_ones_are_not() -> None:
+    """Claim (deepspeed): layouts that do not work, or that DeepSpeed computes incorrectly, are
+    rejected with the closest one that works ([support_matrix.md](../reference/support_matrix.md))
+    """
     wrong = []
     for rule, part in ((each, part) for each in RULES for part in forbidden(each)):
         config, problems = configure(part)

@@ -31,7 +31,6 @@ from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.position_embedding import rope_rates
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.conversion.hf_models import (
@@ -81,15 +80,14 @@ def assert_same_files(found: Path, expected: Path) -> None:
         assert torch.equal(ours[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
-@claim(
-    "conversion",
-    "a model of each Hugging Face family gives the logits of `transformers` here, and its "
-    "tensors come back byte by byte into a folder that `from_pretrained` loads without a missing "
-    "or unexpected weight",
-)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
-    """Equal logits to 1e-5 of the largest; the tensors are the same files' after both ways."""
+    """Equal logits to 1e-5 of the largest; the tensors are the same files' after both ways.
+
+    Claim (conversion): a model of each Hugging Face family gives the logits of `transformers` here,
+    and its tensors come back byte by byte into a folder that `from_pretrained` loads without a
+    missing or unexpected weight
+    """
     model = random_model(name)
     model.save_pretrained(tmp_path / "theirs")
     expected = logits_of(model)
@@ -287,9 +285,11 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
         open_hf(tmp_path)
 
 
-@claim("conversion", "absent keys of a `config.json` have the defaults of `transformers`")
 def test_absent_keys_have_the_defaults_of_transformers() -> None:
-    """Those of every class with which a file of the Hub may be incomplete."""
+    """Those of every class with which a file of the Hub may be incomplete.
+
+    Claim (conversion): absent keys of a `config.json` have the defaults of `transformers`
+    """
     from megatron_ds.conversion.huggingface.config_rows import ConfigValues
     from megatron_ds.conversion.huggingface.families import FAMILIES
 
@@ -350,7 +350,6 @@ def test_layers_with_a_window_have_a_base_of_their_own(changes: dict[str, Any]) 
         assert row.read(ConfigValues(Path(), written)) == row.read(config)
 
 
-@claim("conversion", "parts that the model lacks are named")
 @pytest.mark.parametrize(
     ("name", "change", "part"),
     [
@@ -383,6 +382,7 @@ def test_layers_with_a_window_have_a_base_of_their_own(changes: dict[str, Any]) 
 def test_parts_that_the_model_lacks_are_named(
     tmp_path: Path, name: str, change: dict[str, Any], part: str
 ) -> None:
+    """Claim (conversion): parts that the model lacks are named"""
     change_config(saved(tmp_path, name), **change)
     with raises_problem("hf-parts-lacking", contains=part):
         open_hf(tmp_path)

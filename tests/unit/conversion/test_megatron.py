@@ -30,7 +30,6 @@ from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.model.attention.rule import Rope, YarnScaling, attention_rules
-from tests.claims import claim
 from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.megatron_writer import MODULES_OF_MEGATRON, Layout, write_checkpoint
 from tests.unit.conversion.models import (
@@ -70,15 +69,12 @@ def peer_checkpoint(shared_data: Path, case: str) -> Path:
     return folder
 
 
-@claim(
-    "checkpoints",
-    "checkpoints of Megatron-LM, Megatron Core and both Megatron-DeepSpeed forks have the logits "
-    "of the programs that wrote them",
-)
 @pytest.mark.parametrize("case", [*STORED, *OTHERS])
 def test_the_model_has_the_logits_of_the_program_that_saved_it(
     case: str, megatron_checkpoints: Path, request: pytest.FixtureRequest
 ) -> None:
+    """Claim (checkpoints): checkpoints of Megatron-LM, Megatron Core and both Megatron-DeepSpeed
+    forks have the logits of the programs that wrote them"""
     folder = megatron_checkpoints / case
     if case in OTHERS:
         folder = peer_checkpoint(request.getfixturevalue("shared_data"), case)
@@ -178,13 +174,10 @@ CASES: dict[str, tuple[dict[str, Any], Layout]] = {
 }
 
 
-@claim(
-    "checkpoints",
-    "tensor- and pipeline-parallel sizes, virtual stages, versions and spellings of Megatron's "
-    "files give the same tensors",
-)
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
+    """Claim (checkpoints): tensor- and pipeline-parallel sizes, virtual stages, versions and
+    spellings of Megatron's files give the same tensors"""
     changes, layout = CASES[name]
     folder, written = write(tmp_path, layout, **changes)
 
@@ -243,13 +236,10 @@ OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
 }
 
 
-@claim(
-    "checkpoints",
-    "optimizer states of Megatron's files, its distributed optimizer, ZeRO 1 to 3, DeepSpeed's "
-    "pipeline and universal checkpoints of the forks belong to their weights",
-)
 @pytest.mark.parametrize("name", OPTIMIZER_CASES)
 def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path: Path) -> None:
+    """Claim (checkpoints): optimizer states of Megatron's files, its distributed optimizer, ZeRO 1
+    to 3, DeepSpeed's pipeline and universal checkpoints of the forks belong to their weights"""
     changes, layout = OPTIMIZER_CASES[name]
     config = model(**changes)
     kinds = ("exp_avg", "exp_avg_sq", *(("fp32_param",) if layout.half else ()))
@@ -344,14 +334,14 @@ def test_buffers_with_other_weights_are_not_read(tmp_path: Path) -> None:
     assert "distributed optimizer" in read.unread
 
 
-@claim(
-    "checkpoints",
-    "a universal checkpoint that DeepSpeed converts from a fork's is read like the fork's itself",
-)
 def test_deepspeeds_converter_and_this_program_read_the_same(
     shared_data: Path, tmp_path: Path
 ) -> None:
-    """A fork's checkpoint with two tensor-parallel ranks, converted by DeepSpeed's own code."""
+    """A fork's checkpoint with two tensor-parallel ranks, converted by DeepSpeed's own code.
+
+    Claim (checkpoints): a universal checkpoint that DeepSpeed converts from a fork's is read like
+    the fork's itself
+    """
     case, folder = peer_checkpoint(shared_data, "ms_pipe_tp2"), tmp_path / "run"
     for path in filter(Path.is_file, case.rglob("*")):  # without the permissions of the original
         (folder / path.relative_to(case)).parent.mkdir(parents=True, exist_ok=True)

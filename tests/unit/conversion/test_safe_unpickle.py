@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_ds.conversion.safe_unpickle import StandIn, read_dcp_metadata, read_foreign
-from tests.claims import claim
 from tests.problems import raises_problem
 
 
@@ -55,10 +54,10 @@ def attacks(trap: Path) -> dict[str, Any]:
 ATTACKS = list(attacks(Path("trap")))
 
 
-@claim("checkpoints", "a foreign checkpoint cannot execute code")
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_file_cannot_run_code(tmp_path: Path, attack: str, is_zip: bool) -> None:
+    """Claim (checkpoints): a foreign checkpoint cannot execute code"""
     trap, path = tmp_path / "sprung", tmp_path / "model_optim_rng.pt"
     content = {"args": argparse.Namespace(rank=0), "model": attacks(trap)[attack]}
     torch.save(content, path, _use_new_zipfile_serialization=is_zip)
@@ -70,10 +69,10 @@ def test_a_file_cannot_run_code(tmp_path: Path, attack: str, is_zip: bool) -> No
     assert attack.rpartition(".")[2].partition(" ")[0] in str(raised.problem)
 
 
-@claim("checkpoints", "a foreign checkpoint cannot execute code")
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_metadata_cannot_run_code(tmp_path: Path, attack: str, protocol: int) -> None:
+    """Claim (checkpoints): a foreign checkpoint cannot execute code"""
     trap, path = tmp_path / "sprung", tmp_path / ".metadata"
     path.write_bytes(pickle.dumps({"state": attacks(trap)[attack]}, protocol))
 
@@ -161,11 +160,13 @@ def test_malformed_metadata_is_rejected(tmp_path: Path, change: dict[str, Any]) 
         read_dcp_metadata(path)
 
 
-@claim("command-line", "checkpoints of every version of Python are read")
 def test_metadata_of_every_version_of_python_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr."""
+    """Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr.
+
+    Claim (command-line): checkpoints of every version of Python are read
+    """
     kind = metadata._MEM_FORMAT_ENCODING
     monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, (kind, self.name)))
     dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)

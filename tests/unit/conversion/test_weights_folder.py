@@ -25,7 +25,6 @@ from megatron_ds.conversion.weights_folder import (
 from megatron_ds.conversion.weights_locations import SETTINGS, is_weights_folder
 from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.fileio.atomic import FileRecord
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.conversion.models import SMALL, assert_same_tensors, random_source
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
@@ -72,12 +71,9 @@ def test_weights_and_settings_are_kept(
     assert not is_native(folder)
 
 
-@claim(
-    "checkpoints",
-    "the parts of fused matrices are declared in checkpoints and folders of weights, and another "
-    "order is rejected",
-)
 def test_the_parts_of_fused_tensors_are_declared(folder: Path) -> None:
+    """Claim (checkpoints): the parts of fused matrices are declared in checkpoints and folders of
+    weights, and another order is rejected"""
     values = json.loads((folder / SETTINGS).read_text())
     expected = {"mlp.fc_in": ["gate", "up"], "attention.qkv": ["query", "key", "value"]}
     assert values["parts"] == {
@@ -162,8 +158,8 @@ def test_settings_of_other_versions_are_rejected(
         open_weights_folder(folder)
 
 
-@claim("conversion", "an output folder appears complete or not at all")
 def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+    """Claim (conversion): an output folder appears complete or not at all"""
     source = random_source(CONFIG)
 
     def fail() -> torch.Tensor:

@@ -15,7 +15,6 @@ from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.conversion.models import (
     OTHER_LLAMA,
@@ -26,16 +25,13 @@ from tests.unit.conversion.models import (
 )
 
 
-@claim(
-    "checkpoints",
-    "weights written for Megatron-LM are read back bit for bit, and have the logits of "
-    "transformers' GPT-2 by the rules of its converter",
-)
 @pytest.mark.parametrize("changes", [{}, OTHER_LLAMA, {"gelu_approximation": "none"}])
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 4), (2, 2)])
 def test_an_export_is_read_back(
     changes: dict[str, Any], tp_size: int, pp_size: int, tmp_path: Path
 ) -> None:
+    """Claim (checkpoints): weights written for Megatron-LM are read back bit for bit, and have the
+    logits of transformers' GPT-2 by the rules of its converter"""
     source = random_source(model(**changes))
     write_megatron(source, tmp_path / "out", WriteOptions(tp_size=tp_size, pp_size=pp_size))
 
@@ -79,12 +75,9 @@ def gpt2_weights(path: Path) -> dict[str, Tensor]:
     return found
 
 
-@claim(
-    "checkpoints",
-    "weights written for Megatron-LM are read back bit for bit, and have the logits of "
-    "transformers' GPT-2 by the rules of its converter",
-)
 def test_transformers_gpt2_computes_the_same_of_an_export(tmp_path: Path) -> None:
+    """Claim (checkpoints): weights written for Megatron-LM are read back bit for bit, and have the
+    logits of transformers' GPT-2 by the rules of its converter"""
     transformers = pytest.importorskip("transformers")
     config = model(num_layers=2)
     source = random_source(config)

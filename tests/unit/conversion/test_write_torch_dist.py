@@ -27,7 +27,6 @@ from megatron_ds.conversion.native import source_of
 from megatron_ds.conversion.registry import recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.native_writer import random_states
 from tests.unit.checkpoint.native_writer import write_checkpoint as write_native
@@ -73,11 +72,6 @@ def test_an_export_is_read_back(changes: dict[str, Any], tp_size: int, tmp_path:
     assert_same_tensors(read, source)
 
 
-@claim(
-    "checkpoints",
-    "what is written for Megatron Core is read back bit for bit, optimizer states included, and "
-    "by torch's own reader as Core's layout describes",
-)
 @pytest.mark.parametrize(
     ("layout", "adam", "dtype"),
     [
@@ -91,7 +85,11 @@ def test_the_states_of_a_training_are_read_back(
     layout: Any, adam: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """As torch_dist, and as files of tensor-parallel ranks and pipeline stages. With torch's Adam
-    the table is tied, so that the last stage has a copy of it."""
+    the table is tied, so that the last stage has a copy of it.
+
+    Claim (checkpoints): what is written for Megatron Core is read back bit for bit, optimizer
+    states included, and by torch's own reader as Core's layout describes
+    """
     source = trained(model(**(OTHER_LLAMA if adam == "fused" else {})), dtype)
     if layout == "torch_dist":
         write_torch_dist(source, tmp_path / "out", WriteOptions(adam=adam))
@@ -127,16 +125,15 @@ def read_by_torch(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-@claim(
-    "checkpoints",
-    "what is written for Megatron Core is read back bit for bit, optimizer states included, and "
-    "by torch's own reader as Core's layout describes",
-)
 @pytest.mark.parametrize("changes", [{}, OTHER_LLAMA], ids=["gpt", "llama"])
 def test_entries_are_those_that_the_layout_describes(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Layers are the first axis, and the rows of QKV are ordered by key-value head."""
+    """Layers are the first axis, and the rows of QKV are ordered by key-value head.
+
+    Claim (checkpoints): what is written for Megatron Core is read back bit for bit, optimizer
+    states included, and by torch's own reader as Core's layout describes
+    """
     config = model(**changes)
     source = trained(config, torch.bfloat16)
     write_torch_dist(source, tmp_path / "out", WriteOptions(tp_size=2, adam="torch"))

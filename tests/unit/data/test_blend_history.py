@@ -22,7 +22,6 @@ from megatron_ds.data.blend.blend_history import (
 )
 from megatron_ds.data.blend.blend_schedule import blend_order
 from megatron_ds.data.sample_index import build_indexes, total_samples
-from tests.claims import claim
 
 ORDER = 2
 STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -142,11 +141,13 @@ def test_total_samples_equals_the_index(tokens: int, seq_length: int, request: i
     assert total_samples(request, tokens, seq_length) == len(made.shuffle)
 
 
-@claim("samples", "a blend may change on resume: within a source, no sample is repeated or skipped")
 @given(data=st.data())
 @STEADY
 def test_every_source_gives_its_samples_once_and_in_order(data: st.DataObject) -> None:
-    """Runs of random lengths with random blends: the samples of each source are 0, 1, 2, ..."""
+    """Runs of random lengths with random blends: the samples of each source are 0, 1, 2, ...
+
+    Claim (samples): a blend may change on resume: within a source, no sample is repeated or skipped
+    """
     history: BlendHistory | None = None
     consumed, given_of = 0, {name: list[int]() for name in "abcde"}
     for _ in range(data.draw(st.integers(1, 5))):

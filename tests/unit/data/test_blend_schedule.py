@@ -18,7 +18,6 @@ from megatron_ds.data.blend.blend_schedule import NEVER, blend_order
 from megatron_ds.data.blend.blended_dataset import BlendOrder
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.sample_index import samples_per_source
-from tests.claims import claim
 
 WEIGHTS = {
     "one": [1.0],
@@ -63,14 +62,12 @@ def check_shares(weights: list[float], source: npt.NDArray[np.integer]) -> None:
         assert np.abs(np.cumsum(source == number) - weight * positions).max() < 1 + 1e-9
 
 
-@claim(
-    "samples",
-    "in a blend, the samples of each source are within one of its weight at every step",
-)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_every_prefix_is_within_one_sample_of_its_share(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """Claim (samples): in a blend, the samples of each source are within one of its weight at every
+    step"""
     weights = WEIGHTS[name]
     monkeypatch.setattr(module, "BLOCK", 700)
     order = blend_order(weights, 3000)

@@ -22,7 +22,6 @@ from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
-from tests.claims import claim
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 
@@ -419,17 +418,16 @@ def flat(samples: list[list[int]]) -> list[int]:
     return [token for sample in samples for token in sample]
 
 
-@claim(
-    "checkpoints",
-    "at another sequence length every source continues with its unread text, without a token "
-    "twice, and resumes",
-)
 @pytest.mark.parametrize(("before", "length"), [(6, 18), (6, 16), (16, 6)])
 @pytest.mark.parametrize("consumed", [3, 20, 35])
 def test_a_source_continues_with_its_unread_text_at_another_length(
     before: int, length: int, consumed: int, tmp_path: Path
 ) -> None:
-    """No token is read twice before all were read, up to less than a sample of each length."""
+    """No token is read twice before all were read, up to less than a sample of each length.
+
+    Claim (checkpoints): at another sequence length every source continues with its unread text,
+    without a token twice, and resumes
+    """
     path = write_distinct(tmp_path / "a", 45)  # 712 tokens
     config, size = DataConfig(data_path=(path,), split="1"), 712
     first, record, _ = read(config, before, 0, consumed, total=30)
@@ -486,12 +484,9 @@ def text_of(path: str, length: int, record: Any) -> list[int]:
     ]
 
 
-@claim(
-    "checkpoints",
-    "at another sequence length every source continues with its unread text, without a token "
-    "twice, and resumes",
-)
 def test_every_source_of_a_blend_continues_at_another_length(tmp_path: Path) -> None:
+    """Claim (checkpoints): at another sequence length every source continues with its unread text,
+    without a token twice, and resumes"""
     a = write_distinct(tmp_path / "a", 45)
     b = write_distinct(tmp_path / "b", 45, first=2000)
     blend = DataConfig(data_path=("2", a, "1", b), split="1")

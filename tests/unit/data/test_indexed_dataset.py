@@ -16,7 +16,6 @@ import pytest
 from megatron_ds.data.token_files import indexed_writer
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, token_dtype
 from megatron_ds.data.token_files.indexed_writer import pair_writer
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.token_files import write_pair, write_reference
 
@@ -24,13 +23,13 @@ DOCUMENTS = [[5, 6, 7], [1], [65000, 2, 3, 4]]
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@claim("data", "`.bin` and `.idx` token files equal Megatron's byte for byte")
 @pytest.mark.parametrize(
     ("dtype", "code", "letter"), [("uint16", 8, "H"), ("int32", 4, "i"), ("int64", 5, "q")]
 )
 def test_written_bytes_equal_the_reference(
     tmp_path: Path, dtype: str, code: int, letter: str
 ) -> None:
+    """Claim (data): `.bin` and `.idx` token files equal Megatron's byte for byte"""
     write_reference(tmp_path / "reference", [[d] for d in DOCUMENTS], code, letter)
     with pair_writer(tmp_path / "ours", dtype) as writer:
         writer.add_documents(DOCUMENTS[0], [len(DOCUMENTS[0])])

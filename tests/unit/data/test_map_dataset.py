@@ -1,4 +1,8 @@
-"""Own datasets: their order, what is checked of an item, and which splits a run has."""
+"""Own datasets: their order, what is checked of an item, and which splits a run has.
+
+Claim (extension): a resumed run on an own dataset continues bit for bit, and reads every item once
+per epoch; masked tokens have no loss
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,7 @@ from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.claims import claim
 from tests.problems import raises_problem
-
-claim(
-    "extension",
-    "a resumed run on an own dataset continues bit for bit, and reads every item once per epoch; "
-    "masked tokens have no loss",
-)
 
 TOKENIZER = NullTokenizer(9)
 

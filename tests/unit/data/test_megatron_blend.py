@@ -17,7 +17,6 @@ from megatron_ds.data.blend.blended_dataset import BlendOrder
 from megatron_ds.data.blend.megatron_blend import core_samples_per_source, normalized
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.index_cache import ArrayCache
-from tests.claims import claim
 from tests.token_files import write_pair
 from tests.unit.data.test_blend_schedule import WEIGHTS
 from tests.unit.data.test_build_datasets import datasets
@@ -49,19 +48,19 @@ def sources(order: BlendOrder) -> list[int]:
     return [order.locate(position)[0] for position in range(len(order))]
 
 
-@claim("samples", "`--blend-order megatron` is Megatron's rule position by position")
 @pytest.mark.parametrize("weights", GOLDEN)
 def test_the_order_is_that_of_megatron_core(weights: tuple[float, ...]) -> None:
+    """Claim (samples): `--blend-order megatron` is Megatron's rule position by position"""
     order = blend_order(normalized(weights), 40, rule="megatron")
     assert "".join(map(str, sources(order))) == GOLDEN[weights]
 
 
-@claim("samples", "`--blend-order megatron` is Megatron's rule position by position")
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("block", [61, 1024])
 def test_parts_equal_the_sequential_order(
     monkeypatch: pytest.MonkeyPatch, name: str, block: int
 ) -> None:
+    """Claim (samples): `--blend-order megatron` is Megatron's rule position by position"""
     weights = normalized(WEIGHTS[name])
     monkeypatch.setattr(blend_schedule, "BLOCK", block)
     monkeypatch.setattr(megatron_blend, "SHORTEST_PART", 64)

@@ -16,7 +16,6 @@ import pytest
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data import loader_process as module
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
-from tests.claims import claim
 from tests.problems import raises_problem
 
 SEQUENCE = 3
@@ -74,10 +73,10 @@ def consumed_ids(runs: list[tuple[int, int, int]], size: int, workers: int = 0) 
     return ids
 
 
-@claim("samples", "the data order does not depend on the layout or the number of resumes")
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_order_is_independent_of_layout_and_resumes(dp_size: int, micro: int) -> None:
+    """Claim (samples): the data order does not depend on the layout or the number of resumes"""
     steps = 48 // (dp_size * micro)
     for runs in ([steps], [1, steps - 1], [1, 1, steps - 2], [steps - 1, 0, 1]):
         assert consumed_ids([(dp_size, micro, n) for n in runs], 50) == list(range(48))

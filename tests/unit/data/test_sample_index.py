@@ -18,7 +18,6 @@ from megatron_ds.data.sample_index import (
     shuffle_dtype,
     split_bounds,
 )
-from tests.claims import claim
 
 
 def naive_indexes(
@@ -48,9 +47,9 @@ def naive_indexes(
     return order, starts, shuffled(range(middle)) + shuffled(range(middle, total)), separate
 
 
-@claim("samples", "document, sample and shuffle indexes are those that Megatron defines")
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
 def test_indexes_equal_the_reference(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Claim (samples): document, sample and shuffle indexes are those that Megatron defines"""
     monkeypatch.setattr(sample_index, "CHUNK_DOCUMENTS", chunk)
     rng = random.Random(chunk)
     seen = set()

@@ -1,4 +1,8 @@
-"""Which implementation of AdamW is selected, and that apex is recognized by its class."""
+"""Which implementation of AdamW is selected, and that apex is recognized by its class.
+
+Claim (precision): AdamW is computed by the first available fused kernel; apex is recognized by its
+class
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,6 @@ from megatron_ds.engine.optimizers.adam_kernels import (
     select_adam_kernel,
 )
 from megatron_ds.launch.environment import prepare_environment
-from tests.claims import claim
-
-claim(
-    "precision",
-    "AdamW is computed by the first available fused kernel; apex is recognized by its class",
-)
 
 TORCH_FUSED, APEX, DEEPSPEED = adam_kernels.PREFERENCE
 

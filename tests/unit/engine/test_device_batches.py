@@ -14,7 +14,6 @@ from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.problems import raises_problem
 
 CPU = torch.device("cpu")
@@ -118,8 +117,8 @@ def test_without_an_end_of_document_every_token_counts() -> None:
     assert batch.truncated(1).num_counted() == 2
 
 
-@claim("precision", "micro-batches are copied to the device one ahead")
 def test_each_copy_starts_one_batch_ahead(streams: Streams) -> None:
+    """Claim (precision): micro-batches are copied to the device one ahead"""
     batches = DeviceBatches(host_batches(4, streams.log), CPU, Mesh.single().tp, streams)
     found = []
     for batch in batches:

@@ -10,7 +10,6 @@ import pytest
 
 from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
-from tests.claims import claim
 from tests.problems import codes
 from tests.unit.engine.ds_files import FLAGS_OF, ROOT, SHIPPED, Merge, merged
 
@@ -39,12 +38,10 @@ def test_file_of_every_stage_and_offload_is_shipped() -> None:
     assert [path.stem for path in SHIPPED] == [*stages, *at_stage_3]
 
 
-@claim(
-    "command-line",
-    "only runs with offload build C++ ops, with a message on every process that waits",
-)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_only_offload_needs_cpp_ops(path: Path) -> None:
+    """Claim (command-line): only runs with offload build C++ ops, with a message on every process
+    that waits"""
     generated = json.loads((GOLDEN / path.name).read_text())
     offload = {"cpu_adam"} if path.stem.endswith(("_offload", "_nvme")) else set()
     disk = {"async_io"} if path.stem.endswith("_nvme") else set()

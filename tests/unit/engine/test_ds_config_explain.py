@@ -22,7 +22,6 @@ from megatron_ds.engine.ds_config.explain import (
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.keys import BLOCKS, TOP_KEYS
 from megatron_ds.engine.ds_config.values import KINDS
-from tests.claims import claim
 from tests.unit.engine.ds_files import ROOT, Merge
 
 GOLDEN = sorted((ROOT / "tests" / "golden" / "ds_configs").glob("*.json"))
@@ -37,8 +36,9 @@ def generated_keys(merge: Merge) -> set[str]:
     return {key for values in generated for key in leaves(values)}
 
 
-@claim("deepspeed", "every key of a DeepSpeed file and of a generated configuration is explained")
 def test_every_key_has_a_description_and_no_other_one(merge: Merge) -> None:
+    """Claim (deepspeed): every key of a DeepSpeed file and of a generated configuration is
+    explained"""
     supported = {f"{block}.{key}" for block, kinds in BLOCKS.items() for key in kinds}
     generated = generated_keys(merge)
     assert len(GOLDEN) == 8

@@ -29,7 +29,6 @@ from megatron_ds.engine.ds_config.keys import (
     RENAMED,
     TOP_KEYS,
 )
-from tests.claims import claim
 from tests.problems import codes
 from tests.unit.engine.ds_files import ROOT, Merge
 from tests.versions import make_ds_keys
@@ -157,12 +156,9 @@ HJSON = """\ufeff{ // "fp16": {
 }"""
 
 
-@claim(
-    "deepspeed",
-    "DeepSpeed files are read in Hjson, with the lines of their keys; keys that DeepSpeed does "
-    "not read have no effect, and all that it reads are known",
-)
 def test_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    """Claim (deepspeed): DeepSpeed files are read in Hjson, with the lines of their keys; keys that
+    DeepSpeed does not read have no effect, and all that it reads are known"""
     import hjson
 
     path = tmp_path / "ds.json"
@@ -240,13 +236,12 @@ class Recording(dict[str, Any]):
         return self
 
 
-@claim(
-    "deepspeed",
-    "DeepSpeed files are read in Hjson, with the lines of their keys; keys that DeepSpeed does "
-    "not read have no effect, and all that it reads are known",
-)
 def test_every_key_that_deepspeed_reads_is_known() -> None:
-    """The keys of blocks that are pydantic models are in the generated table."""
+    """The keys of blocks that are pydantic models are in the generated table.
+
+    Claim (deepspeed): DeepSpeed files are read in Hjson, with the lines of their keys; keys that
+    DeepSpeed does not read have no effect, and all that it reads are known
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     read: set[str] = set()

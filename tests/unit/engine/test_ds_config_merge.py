@@ -17,19 +17,15 @@ from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int
 from megatron_ds.train_state import TrainState
-from tests.claims import claim
 from tests.problems import codes, fields
 from tests.unit.engine.ds_files import FLAGS, FLAGS_OF, SHIPPED, Merge, merged
 
 
-@claim(
-    "deepspeed",
-    "editing one number switches the ZeRO stage of `ds_configs/zero0.json` to `zero3.json`; the "
-    "two `*_offload.json` reject stages that cannot offload",
-)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_editing_stage_of_file_is_enough(merge: Merge, path: Path, stage: int) -> None:
+    """Claim (deepspeed): editing one number switches the ZeRO stage of `ds_configs/zero0.json` to
+    `zero3.json`; the two `*_offload.json` reject stages that cannot offload"""
     file: dict[str, Any] = json.loads(path.read_text())
     file["zero_optimization"]["stage"] = stage
     expected = ["zero0-with-offload"] if "offload" in path.stem and stage == 0 else []
@@ -168,7 +164,6 @@ def test_stage_0_remains_in_fp32_and_its_problems_name_both_places(merge: Merge)
     assert "zero_optimization.stage of " in str(config.with_origin(problem))
 
 
-@claim("deepspeed", "every key that contradicts a flag is reported with both values and its line")
 @pytest.mark.parametrize(
     ("key", "name", "read"),
     [one for one in MAPPINGS if "betas" not in one[0] and one[1] not in LOSS_SCALING],
@@ -176,6 +171,8 @@ def test_stage_0_remains_in_fp32_and_its_problems_name_both_places(merge: Merge)
 def test_contradiction_names_flag_and_key_with_values_and_line(
     merge: Merge, key: str, name: str, read: Kind
 ) -> None:
+    """Claim (deepspeed): every key that contradicts a flag is reported with both values and its
+    line"""
     kinds = {as_bool: (True, False), as_int: (3, 4)}
     flag_value, key_value = VALUES.get(key, kinds.get(read, (0.5, 0.25)))
     file: Any = key_value
@@ -384,11 +381,6 @@ WARMUP = {
 LENGTHS = ["--train-iters 12", "--train-samples 192"]
 
 
-@claim(
-    "deepspeed",
-    "`WarmupLR` and `WarmupDecayLR` give the learning rates of DeepSpeed's classes, those of a "
-    "logarithmic warmup to the last bit",
-)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("style", ["linear", "log", None])
 @pytest.mark.parametrize(
@@ -408,7 +400,11 @@ LENGTHS = ["--train-iters 12", "--train-samples 192"]
 def test_scheduler_gives_learning_rates_of_deepspeed(
     merge: Merge, kind: str, changes: dict[str, Any], style: str | None, length: str
 ) -> None:
-    """With all keys, or with the defaults of absent ones; the default of the style is "log"."""
+    """With all keys, or with the defaults of absent ones; the default of the style is "log".
+
+    Claim (deepspeed): `WarmupLR` and `WarmupDecayLR` give the learning rates of DeepSpeed's
+    classes, those of a logarithmic warmup to the last bit
+    """
     import torch
     from deepspeed.runtime import lr_schedules
 

@@ -15,7 +15,6 @@ from megatron_ds.engine.ds_config.explain import known_keys
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.keys import DEFAULTS, VERSION
 from megatron_ds.engine.ds_config.migrate import Migration, migrate, text
-from tests.claims import claim
 from tests.problems import codes
 from tests.unit.engine.ds_files import Merge
 
@@ -266,12 +265,9 @@ def test_auto_is_kept_and_reported(path: Path) -> None:
     assert result.auto == ["gradient_clipping", "fp16.enabled"]
 
 
-@claim(
-    "deepspeed",
-    "former defaults end with those of the installed DeepSpeed, and present ones are those of a "
-    "run",
-)
 def test_newest_former_default_is_that_of_the_installed_deepspeed() -> None:
+    """Claim (deepspeed): former defaults end with those of the installed DeepSpeed, and present
+    ones are those of a run"""
     known = [former for former in history.FORMER if former.key in DEFAULTS]
     assert len(known) >= 9
     for former in known:
@@ -279,13 +275,12 @@ def test_newest_former_default_is_that_of_the_installed_deepspeed() -> None:
         assert [*former.values] == sorted(former.values, key=history.as_version)
 
 
-@claim(
-    "deepspeed",
-    "former defaults end with those of the installed DeepSpeed, and present ones are those of a "
-    "run",
-)
 def test_present_default_is_that_of_a_run(merge: Merge) -> None:
-    """Of keys that a file can set, in a run that all conditions of the entry hold for."""
+    """Of keys that a file can set, in a run that all conditions of the entry hold for.
+
+    Claim (deepspeed): former defaults end with those of the installed DeepSpeed, and present ones
+    are those of a run
+    """
     flags = {
         "optimizer.params.momentum": "--optimizer sgd",
         "optimizer.params.betas": "--optimizer lion",

@@ -14,7 +14,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ds.engine.deepspeed.flat_gradients import FlatGradients
-from tests.claims import claim
 
 RANKS, LAYERS, WIDTH, MICRO_BATCHES = 1024, 6, 4096, 2
 PER_SLICE = 2 * WIDTH * WIDTH
@@ -98,14 +97,11 @@ def backward(layers: nn.Sequential, flat: FlatGradients) -> None:
         layers(torch.ones(2, WIDTH, device="meta", dtype=torch.bfloat16)).sum().backward()
 
 
-@claim(
-    "precision",
-    "all but the last slice are sent in place before that pass ends, in one order, also with "
-    "1,024 ranks",
-)
 def test_gradients_are_sent_in_place_while_the_last_backward_pass_goes_on(
     group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (precision): all but the last slice are sent in place before that pass ends, in one
+    order, also with 1,024 ranks"""
     layers, engine, flat = build(group)
     (gradients,) = engine.optimizer.fp32_groups_gradients_flat
     for step in range(3):

@@ -20,7 +20,6 @@ from megatron_ds.engine.optimizers.distributed_matrices import (
 from megatron_ds.engine.optimizers.muon import Muon, orthogonalize
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.weights import ShardSpec
-from tests.claims import claim
 from tests.observed import Observed
 from tests.problems import raises_problem
 
@@ -62,13 +61,13 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
     return result
 
 
-@claim("precision", "Muon's update equals `torch.optim.Muon`'s")
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
 @pytest.mark.parametrize(
     ("adjust", "scale"),
     [("match_rms_adamw", {}), ("original", {"scale_mode": "shape_scaling", "scale_factor": 1.0})],
 )
 def test_update_is_that_of_torch(shape: tuple[int, int], adjust: str, scale: dict) -> None:
+    """Claim (precision): Muon's update equals `torch.optim.Muon`'s"""
     reference = getattr(torch.optim, "Muon", None)
     if reference is None:
         pytest.skip("torch.optim.Muon needs torch 2.9")
@@ -98,15 +97,14 @@ def test_fused_matrices_are_orthogonalized_and_scaled_by_themselves() -> None:
         torch.testing.assert_close(fused[rows], expected)
 
 
-@claim(
-    "precision",
-    "matrices of one shape, single, fused or stacked, are orthogonalized together, as each by "
-    "itself",
-)
 def test_matrices_of_one_shape_are_updated_together_as_each_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of stacked, fused and single matrices, in batches of at most two."""
+    """Of stacked, fused and single matrices, in batches of at most two.
+
+    Claim (precision): matrices of one shape, single, fused or stacked, are orthogonalized together,
+    as each by itself
+    """
     monkeypatch.setattr(muon, "MUON_BATCH", 2 * 16 * 12)
     start = torch.randn(3 * 20 + 16, 12, generator=torch.Generator().manual_seed(3))
     whole = torch.nn.Parameter(start.clone())

@@ -1,4 +1,7 @@
-"""Idle time of pipeline ranks by DeepSpeed's instructions, as in docs/training/pipeline.md."""
+"""Idle time of pipeline ranks by DeepSpeed's instructions, as in docs/training/pipeline.md.
+
+Claim (parallel): DualPipeV idles less than 1F1B, by the instructions of both
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ import pytest
 from deepspeed.runtime.pipe import schedule
 
 from megatron_ds.config import ParallelConfig
-from tests.claims import claim
-
-claim("parallel", "DualPipeV idles less than 1F1B, by the instructions of both")
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Time of a pass through a stage."""

@@ -18,7 +18,6 @@ from megatron_ds.engine.measures import COARSE, StepTimers
 from megatron_ds.engine.regions import COLLECTIVES, mark_collectives, mark_layers, mark_passes
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.unit.model.dense import TINY, build_model, gradients
 
 CONFIG = ModelConfig(**TINY, vocab_size=90, seq_length=16, make_vocab_size_divisible_by=2)
@@ -54,13 +53,10 @@ def attributes(model: GPTModel) -> list[dict[str, Any]]:
     return [dict(vars(module)) for module in model.modules()]
 
 
-@claim(
-    "logging",
-    "outside its steps a profile leaves functions and modules as they are, and imports no "
-    "profiler before",
-)
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 def test_layers_are_marked_in_both_passes(recompute: str | None) -> None:
+    """Claim (logging): outside its steps a profile leaves functions and modules as they are, and
+    imports no profiler before"""
     model, regions = build_model(CONFIG, recompute), Regions()
     before, expected = attributes(model), train(model)
     with mark_layers(model, regions.open):
@@ -115,12 +111,9 @@ def test_passes_are_marked_and_nothing_is_left() -> None:
     assert regions.paths == passes
 
 
-@claim(
-    "logging",
-    "outside its steps a profile leaves functions and modules as they are, and imports no "
-    "profiler before",
-)
 def test_collectives_are_marked_by_axis(one_process: None) -> None:
+    """Claim (logging): outside its steps a profile leaves functions and modules as they are, and
+    imports no profiler before"""
     regions, x = Regions(), torch.ones(2)
     functions = [getattr(dist, name) for name in COLLECTIVES]
     with mark_collectives(Mesh.build(1), regions.open):
@@ -134,7 +127,6 @@ def test_collectives_are_marked_by_axis(one_process: None) -> None:
     assert [getattr(dist, name) for name in COLLECTIVES] == functions
 
 
-@claim("logging", "steps that end no log interval are not timed")
 @pytest.mark.parametrize(
     ("level", "expected"),
     [
@@ -146,6 +138,7 @@ def test_collectives_are_marked_by_axis(one_process: None) -> None:
 def test_steps_that_end_an_interval_are_timed(
     one_process: None, level: int, expected: set[str]
 ) -> None:
+    """Claim (logging): steps that end no log interval are not timed"""
     options = ProfilingConfig(timing_log_level=level)
     timers, engine, mesh = (
         StepTimers(options, interval=2, is_compiled=False),

@@ -1,4 +1,8 @@
-"""The tasks of a training run: what is checked before it starts, and what it leaves unchanged."""
+"""The tasks of a training run: what is checked before it starts, and what it leaves unchanged.
+
+Claim (serving): unknown tasks, missing files and unusable documents are errors before the first
+step
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,7 @@ from megatron_ds.evaluation import in_training
 from megatron_ds.evaluation.in_training import TaskEvaluation, restored_random_states
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.claims import claim
 from tests.problems import codes, raises_problem
-
-claim(
-    "serving",
-    "unknown tasks, missing files and unusable documents are errors before the first step",
-)
 
 
 def options(**values: Any) -> EvaluationConfig:

@@ -21,7 +21,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_ds.fileio import object_store
 from megatron_ds.fileio.object_store import ObjectStore
-from tests.claims import claim
 from tests.fork_server import REPOSITORY
 from tests.object_server import BUCKET, SERVER, client_variables, s3_server
 from tests.problems import raises_problem
@@ -137,15 +136,13 @@ def test_s3_is_a_store(
         ObjectStore(f"s3://{BUCKET}/obstore").sizes()
 
 
-@claim(
-    "checkpoints",
-    "a store that does not answer is named after seconds and given up; an object with an "
-    "impossible name is left out, or named where the client cannot list it",
-)
 def test_s3_is_a_store_with_the_client_of_fsspec(server: Mapping[str, str], tmp_path: Path) -> None:
     """In a process of its own: s3fs needs older packages than the environment has.
 
     Objects whose names are no paths are left out.
+
+    Claim (checkpoints): a store that does not answer is named after seconds and given up; an object
+    with an impossible name is left out, or named where the client cannot list it
     """
     for name in ("file", "/x", "../x", "./x"):
         put_object(server, f"names/{name}")
@@ -208,14 +205,11 @@ def test_requests_are_repeated_and_lasting_errors_name_the_object(tmp_path: Path
     assert Failing.failures == 0
 
 
-@claim(
-    "checkpoints",
-    "a store that does not answer is named after seconds and given up; an object with an "
-    "impossible name is left out, or named where the client cannot list it",
-)
 def test_a_store_that_does_not_answer_is_named_and_soon_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (checkpoints): a store that does not answer is named after seconds and given up; an
+    object with an impossible name is left out, or named where the client cannot list it"""
     fsspec.register_implementation("failing", Failing, clobber=True)
     store, noticed, lines = ObjectStore("failing://silent"), threading.Event(), list[str]()
 

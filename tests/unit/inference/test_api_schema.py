@@ -10,7 +10,6 @@ import pytest
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.inference.serving.api_schema import Defaults, GenerationRequest, read
-from tests.claims import claim
 from tests.problems import codes, raises_problem
 
 FIELDS = {field.name for field in dataclasses.fields(GenerationRequest)}
@@ -119,9 +118,9 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@claim("serving", "contradicting fields of a request are rejected")
 @pytest.mark.parametrize(("given", "code", "name"), CONTRADICTIONS)
 def test_contradicting_fields_are_rejected(given: dict[str, Any], code: str, name: str) -> None:
+    """Claim (serving): contradicting fields of a request are rejected"""
     with pytest.raises(UserError) as raised:
         read_fields(**given)
 

@@ -14,7 +14,6 @@ from megatron_ds.inference.generation.beam import BeamSearchConfig, Hypothesis, 
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.inference.models import KINDS, VOCAB, model_of, result_of
 
@@ -52,8 +51,8 @@ def assert_same(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
     assert [text.score for text in found] == pytest.approx([e.score for e in expected], abs=1e-4)
 
 
-@claim("serving", "wide beam search equals exhaustive search")
 def test_a_wide_beam_equals_exhaustive_search() -> None:
+    """Claim (serving): wide beam search equals exhaustive search"""
     model = model_of("rope", **SMALL)
     # Wide enough to keep every prefix: 5 tokens have 125 texts of length 3.
     config = BeamSearchConfig(max_new_tokens=3, width=125, stop_token=STOP, length_penalty=0.0)

@@ -16,7 +16,6 @@ from megatron_ds.inference.serving.completions_api import CompletionsApi
 from megatron_ds.inference.serving.scheduler import Finished
 from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.model.gpt import GPTModel
-from tests.claims import claim
 from tests.problems import codes, fields, raises_problem
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, VOCAB, model_of
@@ -307,13 +306,14 @@ def test_a_response_describes_itself(api: CompletionsApi) -> None:
     assert api.error("no", 500)["error"]["type"] == "server_error"
 
 
-@claim("serving", "streamed parts together are the text and log-probabilities of the response")
 @pytest.mark.parametrize("seed", with_proofs(range(4), (2, 3)))
 @pytest.mark.parametrize("has_stops", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
 def test_events_together_are_the_response(
     api: CompletionsApi, seed: int, has_stops: bool, echo: bool
 ) -> None:
+    """Claim (serving): streamed parts together are the text and log-probabilities of the
+    response"""
     request: dict[str, Any] = {"prompt": ["é", "AB"], "n": 4, "seed": seed, "logprobs": 2, **HOT}
     request["echo"] = echo
     if has_stops:

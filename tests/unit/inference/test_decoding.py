@@ -24,7 +24,6 @@ from megatron_ds.inference.generation.sequences import GenerationConfig, TextSeq
 from megatron_ds.model.attention import cores as attention_cores
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel import embedding
-from tests.claims import claim
 from tests.fake_accelerator import graphs
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, model_of
@@ -62,11 +61,6 @@ def texts_of(model: GPTModel, use_graphs: bool, new_tokens: int) -> list[list[in
     return [sequence.ids for sequence in sequences]
 
 
-@claim(
-    "serving",
-    "on devices, a token copies nothing larger than its activations, and graphs of its layers "
-    "give the texts of the layers",
-)
 @pytest.mark.parametrize(
     ("kind", "window"),
     with_proofs(
@@ -77,7 +71,11 @@ def texts_of(model: GPTModel, use_graphs: bool, new_tokens: int) -> list[list[in
 def test_graphs_give_the_texts_of_the_layers(
     kind: str, window: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within and across numbers of texts and keys, of which each has one graph."""
+    """Within and across numbers of texts and keys, of which each has one graph.
+
+    Claim (serving): on devices, a token copies nothing larger than its activations, and graphs of
+    its layers give the texts of the layers
+    """
     sizes = {"max_position_embeddings": 150, "seq_length": 150}
     pattern = window and "2"
     model = model_of(kind, **sizes, window_size=window, window_attn_skip_freq=pattern)
@@ -157,17 +155,16 @@ class Copies(TorchDispatchMode):
         return result
 
 
-@claim(
-    "serving",
-    "on devices, a token copies nothing larger than its activations, and graphs of its layers "
-    "give the texts of the layers",
-)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [[1500] * 8, list(range(1500, 1508))])
 def test_a_step_copies_nothing_larger_than_its_activations(
     kind: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And attention reads the memory of the cache."""
+    """And attention reads the memory of the cache.
+
+    Claim (serving): on devices, a token copies nothing larger than its activations, and graphs of
+    its layers give the texts of the layers
+    """
     texts, hidden, length = 8, 512, 2048
     shape: dict[str, int] = {"hidden_size": hidden, "num_attention_heads": 8, "seq_length": length}
     shape |= {"ffn_hidden_size": 4 * hidden, "max_position_embeddings": length}

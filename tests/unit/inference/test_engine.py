@@ -19,7 +19,6 @@ from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
 from megatron_ds.model.attention import cores as attention_cores
 from megatron_ds.parallel import embedding
-from tests.claims import claim
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
@@ -45,11 +44,6 @@ REQUESTS: list[tuple[list[int], GenerationConfig]] = [
 ]
 
 
-@claim(
-    "serving",
-    "layers with a window keep the keys and values of the window only, rounded up to 64 tokens, "
-    "and give the texts and log-probabilities that all keys give",
-)
 @pytest.mark.parametrize(
     ("position", "dtype", "on_host"),
     [
@@ -62,7 +56,11 @@ REQUESTS: list[tuple[list[int], GenerationConfig]] = [
 def test_a_window_keeps_its_keys_only(
     position: str, dtype: torch.dtype, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts that are fed in parts, share prefixes, and join a batch of longer ones."""
+    """Of prompts that are fed in parts, share prefixes, and join a batch of longer ones.
+
+    Claim (serving): layers with a window keep the keys and values of the window only, rounded up to
+    64 tokens, and give the texts and log-probabilities that all keys give
+    """
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 50)
     monkeypatch.setattr(engine_module, "SCORED_TOKENS", 30)
     for module in (engine_module, kv_cache, attention_cores, embedding):
@@ -107,11 +105,6 @@ ONE_SIZE = ("learned", "alibi", "none", "rope-gqa")
 """Kinds that `make test` tries with four slots only."""
 
 
-@claim(
-    "serving",
-    "a sequence that joins or leaves a batch has the text and log-probabilities that it has "
-    "alone, with any positions and settings",
-)
 @pytest.mark.parametrize(
     ("kind", "slots"),
     with_proofs(BATCHES, [each for each in BATCHES if each[0] in ONE_SIZE and each[1] != 4]),
@@ -119,6 +112,8 @@ ONE_SIZE = ("learned", "alibi", "none", "rope-gqa")
 def test_sequences_join_and_leave_a_batch(
     kind: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (serving): a sequence that joins or leaves a batch has the text and log-probabilities
+    that it has alone, with any positions and settings"""
     # Prompts are fed in parts, those that are scored in others, and two of them share a prefix.
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 16)
     monkeypatch.setattr(engine_module, "SCORED_TOKENS", 5)

@@ -16,7 +16,6 @@ from megatron_ds.inference.generation.kv_cache import FILLED_TOKENS, Preallocate
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
-from tests.claims import claim
 from tests.problems import codes
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
@@ -33,9 +32,9 @@ def reference(model: GPTModel, prompt: list[int], new: int, eod: int | None = No
     return ids[len(prompt) :]
 
 
-@claim("serving", "generation with a key-value cache equals generation without")
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_decoding_with_and_without_cache(kind: str) -> None:
+    """Claim (serving): generation with a key-value cache equals generation without"""
     model = model_of(kind)
     expected = [reference(model, prompt, 24) for prompt in PROMPTS]
     assert len({token for ids in expected for token in ids}) > 10

@@ -15,7 +15,6 @@ from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.inference.cli import open_checkpoint
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.conversion.hf_models import TOKENS, VOCAB, logits_of, random_model
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
@@ -36,13 +35,15 @@ def options_of(load: object, *flags: object) -> tool.Options:
     return cli.parse(tool.Options, ["--load", str(load), "--prompt", "2", *map(str, flags)])
 
 
-@claim("conversion", "text generation loads a Hugging Face model directly")
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_models_of_transformers_are_loaded(
     tmp_path: Path, model: transformers.PreTrainedModel, native: bool, prefix: bool
 ) -> None:
-    """Directly, and from a native folder of weights."""
+    """Directly, and from a native folder of weights.
+
+    Claim (conversion): text generation loads a Hugging Face model directly
+    """
     folder, name = tmp_path / "theirs", "hf"
     if native:
         write_weights_folder(open_source(folder), tmp_path / "ours")

@@ -19,7 +19,6 @@ from megatron_ds.inference.generation.sampling import (
     random_bits,
 )
 from megatron_ds.inference.generation.sampling_params import SamplingParams
-from tests.claims import claim
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
 """Probabilities of six tokens; the fourth is padding."""
@@ -142,29 +141,27 @@ def test_random_bits_are_those_of_the_published_generator() -> None:
     ]
 
 
-@claim(
-    "serving",
-    "samples have the frequencies of the softmax, stay those of their seed, and do not depend on "
-    "the batch",
-)
 def test_samples_of_a_seed_stay_the_same() -> None:
-    """In all versions of the package, on all devices."""
+    """In all versions of the package, on all devices.
+
+    Claim (serving): samples have the frequencies of the softmax, stay those of their seed, and do
+    not depend on the batch
+    """
     assert noise_key(1234, 0, 7) == NOISE_KEY
     rows = (torch.arange(3 * 1000).view(3, 1000) * 37 % 3001).float() / 1000
     for options, expected in GOLDEN.items():
         assert tokens_of(rows, SamplingParams(**dict(options)), seed=1234) == expected
 
 
-@claim(
-    "serving",
-    "samples have the frequencies of the softmax, stay those of their seed, and do not depend on "
-    "the batch",
-)
 @pytest.mark.parametrize(
     "settings", [SamplingParams(temperature=1.5), SamplingParams(top_k=40)], ids=str
 )
 def test_frequencies_match_the_softmax(settings: SamplingParams) -> None:
-    """By the chi-square test, whose statistic is within five standard deviations."""
+    """By the chi-square test, whose statistic is within five standard deviations.
+
+    Claim (serving): samples have the frequencies of the softmax, stay those of their seed, and do
+    not depend on the batch
+    """
     count = 40_000
     row = random_rows(1, 50)
     drawn = torch.tensor(tokens_of(row.expand(count, -1), settings))
@@ -207,13 +204,10 @@ def test_rounding_and_the_order_of_candidates_change_no_sample() -> None:
         assert len(set(first)) > 20
 
 
-@claim(
-    "serving",
-    "samples have the frequencies of the softmax, stay those of their seed, and do not depend on "
-    "the batch",
-)
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}])
 def test_a_sample_does_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
+    """Claim (serving): samples have the frequencies of the softmax, stay those of their seed, and
+    do not depend on the batch"""
     params, rows = SamplingParams(**options), logits(50)
     together = tokens_of(rows, params, seed=7)
     alone = [choose(rows[:1], params, [key])[0].item() for key in keys(7, 50).tolist()]
@@ -234,16 +228,13 @@ def test_parameters_of_sampling_have_no_effect_on_greedy_decoding() -> None:
     assert list(options.problems()) == []
 
 
-@claim(
-    "serving",
-    "the smallest temperature takes the most probable token, and logits that are not finite are "
-    "an error",
-)
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-40, 1e-30, 1e-5])
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}])
 def test_smallest_temperatures_take_the_most_probable_token(
     temperature: float, options: dict[str, Any]
 ) -> None:
+    """Claim (serving): the smallest temperature takes the most probable token, and logits that are
+    not finite are an error"""
     row = torch.tensor([[90.0, 80.0, 95.0, -torch.inf]])
     params = SamplingParams(temperature=temperature, **options)
     for scale in (1.0, -1.0, 1e30):
@@ -252,14 +243,11 @@ def test_smallest_temperatures_take_the_most_probable_token(
         assert tokens_of(scaled, params, seed=1) == expected
 
 
-@claim(
-    "serving",
-    "the smallest temperature takes the most probable token, and logits that are not finite are "
-    "an error",
-)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("options", [{"greedy": True}, {}, {"top_k": 2}, {"top_p": 0.5}])
 def test_only_rows_with_finite_logits_have_a_token(value: float, options: dict[str, Any]) -> None:
+    """Claim (serving): the smallest temperature takes the most probable token, and logits that are
+    not finite are an error"""
     broken = logits(3)
     broken[1, 3] = value
     first, second, third = tokens_of(broken, SamplingParams(**options), seed=1)

@@ -27,7 +27,6 @@ from megatron_ds.inference.serving.scheduler import (
 )
 from megatron_ds.inference.serving.service import GenerationJob, TextGenerationService
 from megatron_ds.model.gpt import GPTModel
-from tests.claims import claim
 from tests.unit.inference.models import EOD, model_of
 from tests.unit.inference.schedulers import (
     DEADLINE,
@@ -129,12 +128,9 @@ def test_prompts_are_scored_without_tokens(server: Running) -> None:
     assert (listener.tokens, server.scheduler.generated) == ([], 0)
 
 
-@claim(
-    "serving",
-    "many threads get from the server's scheduler what single requests get; a job that fails, is "
-    "cancelled or late harms no other",
-)
 def test_a_cancelled_job_frees_its_slots(server: Running, service: TextGenerationService) -> None:
+    """Claim (serving): many threads get from the server's scheduler what single requests get; a job
+    that fails, is cancelled or late harms no other"""
     with server.hold():
         ticket, unwanted = server.submit(job([1], [2], new=30, stream=True))
         server.gate.release(1)
@@ -278,14 +274,11 @@ def test_jobs_that_come_after_a_failed_step_run(
         done.result(DEADLINE)
 
 
-@claim(
-    "serving",
-    "many threads get from the server's scheduler what single requests get; a job that fails, is "
-    "cancelled or late harms no other",
-)
 def test_a_sequence_that_fails_fails_only_its_job(
     server: Running, service: TextGenerationService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (serving): many threads get from the server's scheduler what single requests get; a job
+    that fails, is cancelled or late harms no other"""
     append = TextSequence.append
 
     def fail(sequence: TextSequence, token: int) -> None:
@@ -409,12 +402,9 @@ def test_ranks_out_of_step_fail_everything(service: TextGenerationService) -> No
         server.submit(job([1]))
 
 
-@claim(
-    "serving",
-    "many threads get from the server's scheduler what single requests get; a job that fails, is "
-    "cancelled or late harms no other",
-)
 def test_many_threads_get_what_single_requests_get(service: TextGenerationService) -> None:
+    """Claim (serving): many threads get from the server's scheduler what single requests get; a job
+    that fails, is cancelled or late harms no other"""
     sampled = SamplingParams(temperature=2.0, seed=3)
     asked = [
         *(job([number, number + 1], new=3 + 2 * number) for number in range(8)),

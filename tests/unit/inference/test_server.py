@@ -36,7 +36,6 @@ from megatron_ds.inference.serving.scheduler import (
     TooManyWaiting,
 )
 from megatron_ds.inference.serving.server import ServerOptions, TextServer, listen
-from tests.claims import claim
 from tests.problems import raises_problem
 
 
@@ -272,16 +271,13 @@ def loop_endlessly() -> None:
         pass
 
 
-@claim(
-    "serving",
-    "a live server answers requests of any kind in time, is healthy and idle afterwards, and "
-    "ends at a signal whatever it computes",
-)
 @pytest.mark.parametrize("step", [compute_for_hours, loop_endlessly])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_process_whatever_it_computes(
     step: Callable[[], None], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (serving): a live server answers requests of any kind in time, is healthy and idle
+    afterwards, and ends at a signal whatever it computes"""
     monkeypatch.setattr(server, "EXIT_TIMEOUT_S", 0.5)
 
     def serve(listener: socket.socket) -> None:
@@ -424,7 +420,6 @@ def test_an_invalid_request_is_answered_while_others_run() -> None:
         assert all(response.result(60)[0] == 200 for response in slow)
 
 
-@claim("serving", "a server of one machine rejects requests of web pages of other sites")
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -446,6 +441,7 @@ def test_an_invalid_request_is_answered_while_others_run() -> None:
     ],
 )
 def test_web_pages_of_other_sites_are_rejected(headers: dict[str, str], status: int) -> None:
+    """Claim (serving): a server of one machine rejects requests of web pages of other sites"""
     client = Client(hosts=["127.0.0.1", "Proxy.example"])
     for method, path in (("PUT", "/api"), ("POST", "/api"), ("GET", "/"), ("GET", "/health")):
         response = client.http.request(method, path, headers=headers, content=b"")
@@ -474,12 +470,9 @@ def test_pages_of_allowed_sites_may_send_requests(origins: list[str]) -> None:
     assert "--allowed-hosts" in rebound.json()["error"]["message"]
 
 
-@claim(
-    "serving",
-    "prompts that are too long are rejected before they are tokenized, and incomplete requests "
-    "are ended",
-)
 def test_incomplete_requests_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim (serving): prompts that are too long are rejected before they are tokenized, and
+    incomplete requests are ended"""
     monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.3)
     complete = b"PUT /api HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab"
     sent = {

@@ -24,7 +24,6 @@ from megatron_ds.inference.serving.service import (
 )
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer import Tokenizer
-from tests.claims import claim
 from tests.problems import codes, raises_problem
 from tests.unit.inference.models import EOD, VOCAB, model_of, result_of
 
@@ -86,14 +85,11 @@ def respond(service: TextGenerationService, **fields: Any) -> dict[str, Any]:
     return json.loads(json.dumps(response, allow_nan=False))
 
 
-@claim(
-    "serving",
-    "prompts that are too long are rejected before they are tokenized, and incomplete requests "
-    "are ended",
-)
 def test_long_prompts_are_rejected_before_they_are_tokenized(
     model: GPTModel, service: TextGenerationService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (serving): prompts that are too long are rejected before they are tokenized, and
+    incomplete requests are ended"""
     limit = MAX_LENGTH * 16
     encoded: list[str] = []
 

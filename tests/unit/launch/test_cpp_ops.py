@@ -1,4 +1,8 @@
-"""Building DeepSpeed's C++ ops: what is said, what happens without a compiler, stale locks."""
+"""Building DeepSpeed's C++ ops: what is said, what happens without a compiler, stale locks.
+
+Claim (command-line): only runs with offload build C++ ops, with a message on every process that
+waits
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron_ds.launch import cpp_ops, output
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM
 from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
-from tests.claims import claim
 from tests.problems import codes, raises_problem
-
-claim(
-    "command-line",
-    "only runs with offload build C++ ops, with a message on every process that waits",
-)
 
 
 @pytest.fixture

@@ -1,4 +1,8 @@
-"""When a rank is overdue, and what is reported then."""
+"""When a rank is overdue, and what is reported then.
+
+Claim (stopping): with `--hang-timeout`, a rank that is stopped (SIGSTOP) ends the run with status
+6, the stacks and last collectives of the others, and itself; also the one that has the store
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,6 @@ from megatron_ds.launch.ranks import distributed
 from megatron_ds.launch.ranks.distributed import ExitBoard
 from megatron_ds.launch.watch import hang_watch
 from megatron_ds.launch.watch.hang_watch import HangReport, HangWatch, hang_problem, ranks_text
-from tests.claims import claim
-
-claim(
-    "stopping",
-    "with `--hang-timeout`, a rank that is stopped (SIGSTOP) ends the run with status 6, the "
-    "stacks and last collectives of the others, and itself; also the one that has the store",
-)
 
 
 @pytest.fixture

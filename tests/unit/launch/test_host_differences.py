@@ -1,4 +1,8 @@
-"""What differs between the hosts of a run, in one message."""
+"""What differs between the hosts of a run, in one message.
+
+Claim (command-line): ranks that were started with different settings, versions or data do not
+train, and say what differs; folders may differ
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,7 @@ from megatron_ds.launch.ranks.host_differences import (
     find_differences,
     judge,
 )
-from tests.claims import claim
 from tests.problems import codes, printed_codes
-
-claim(
-    "command-line",
-    "ranks that were started with different settings, versions or data do not train, and say "
-    "what differs; folders may differ",
-)
 
 
 def entries(*hosts: str, section: str = "software", **values: Mapping[int, str]) -> list[RankEntry]:

@@ -1,4 +1,8 @@
-"""Variables that a launcher does not pass on to all hosts."""
+"""Variables that a launcher does not pass on to all hosts.
+
+Claim (command-line): environment variables of the launching shell that other hosts lack are named
+at the start
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,6 @@ import pytest
 from megatron_ds.launch.ranks.host_variables import HostVariables, describe, find_missing
 from megatron_ds.launch.watch import liveness
 from megatron_ds.launch.watch.liveness import ProcessHandle
-from tests.claims import claim
-
-claim(
-    "command-line",
-    "environment variables of the launching shell that other hosts lack are named at the start",
-)
 
 AGENT = ("--world_info=eyJh", "--master_addr=10.0.0.1", "--master_port=29500")
 

@@ -1,4 +1,8 @@
-"""A host that gives no sign of life is lost, and one that gives signs is not."""
+"""A host that gives no sign of life is lost, and one that gives signs is not.
+
+Claim (command-line): a host that gives no sign of life is lost, one that is late is not, and rank 0
+and the ranks of other hosts name it
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,6 @@ from megatron_ds.launch.ranks.distributed import ExitBoard
 from megatron_ds.launch.watch import host_watch
 from megatron_ds.launch.watch.host_watch import HostWatch
 from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle, RankExit
-from tests.claims import claim
-
-claim(
-    "command-line",
-    "a host that gives no sign of life is lost, one that is late is not, and rank 0 and the "
-    "ranks of other hosts name it",
-)
 
 HOSTS = "aabbc"
 LOCATIONS = {rank: HostLocation(host, ProcessHandle(rank, None)) for rank, host in enumerate(HOSTS)}

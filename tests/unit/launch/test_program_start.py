@@ -1,4 +1,8 @@
-"""The first lines of the programs: without the environment, and at an early Ctrl-C."""
+"""The first lines of the programs: without the environment, and at an early Ctrl-C.
+
+Claim (command-line): without the environment, with too old a Python, or interrupted during its
+imports, a program ends with one line
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch.process import program_start
-from tests.claims import claim
-
-claim(
-    "command-line",
-    "without the environment, with too old a Python, or interrupted during its imports, a "
-    "program ends with one line",
-)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BEGIN = ("program_start.begin()", "import start_tool\n")

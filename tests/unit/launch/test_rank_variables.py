@@ -1,4 +1,7 @@
-"""Ranks from the variables of launchers, MPI and Slurm, as recorded from real processes."""
+"""Ranks from the variables of launchers, MPI and Slurm, as recorded from real processes.
+
+Claim (command-line): `srun` and `mpirun` start a run; contradicting variables are an error
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,7 @@ from megatron_ds.launch.ranks.rank_variables import (
     find_ranks,
     first_host,
 )
-from tests.claims import claim
 from tests.problems import raises_problem
-
-claim("command-line", "`srun` and `mpirun` start a run; contradicting variables are an error")
 
 RECORDED = tomllib.loads(Path(__file__).with_name("recorded_environments.toml").read_text())
 ALONE: dict[str, str] = {}

@@ -1,4 +1,8 @@
-"""What the ranks of a run exchange at its start grows with their number, not with its square."""
+"""What the ranks of a run exchange at its start grows with their number, not with its square.
+
+Claim (command-line): what simulated ranks exchange when they meet grows with their number from 64
+to 256, in the proofs to 1,024, and gloo connects ranks on demand
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.simulated_ranks import RANKS_PER_HOST, RankThreads, attend_roll_call, say_where
 from megatron_ds.launch import environment
-from tests.claims import claim
 from tests.proofs.cases import with_proofs
-
-claim(
-    "command-line",
-    "what simulated ranks exchange when they meet grows with their number from 64 to 256, in the "
-    "proofs to 1,024, and gloo connects ranks on demand",
-)
 
 SIZES = with_proofs([256, 1024], [1024])
 """Ranks of a run that is compared with one of a quarter of them."""

@@ -1,4 +1,7 @@
-"""The number of threads of a process."""
+"""The number of threads of a process.
+
+Claim (command-line): the number of threads does not depend on the launcher
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,6 @@ import pytest
 from megatron_ds.launch.ranks import distributed
 from megatron_ds.launch.watch import liveness
 from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
-from tests.claims import claim
-
-claim("command-line", "the number of threads does not depend on the launcher")
 
 
 def location(host: str, *cores: int) -> HostLocation:

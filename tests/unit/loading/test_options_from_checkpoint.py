@@ -26,7 +26,6 @@ from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.run import complete_settings
-from tests.claims import claim
 from tests.problems import codes, fields
 from tests.unit.checkpoint.fakes import Managers, run_of, save
 from tests.unit.conversion.models import SMALL, random_source
@@ -160,17 +159,16 @@ def schedule_of(**values: Any) -> ScheduleConfig:
     return ScheduleConfig(**{"micro_batch_size": 1, "global_batch_size": 4, **values})
 
 
-@claim(
-    "checkpoints",
-    "the schedule of the checkpoint applies at every position, whatever units and batch size the "
-    "run has",
-)
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("run", RUNS)
 def test_the_schedule_is_that_of_the_checkpoint(
     saved: str, run: str, manager: Managers, config: Config, folder: Path
 ) -> None:
-    """At every position, whatever units and batch size the run has."""
+    """At every position, whatever units and batch size the run has.
+
+    Claim (checkpoints): the schedule of the checkpoint applies at every position, whatever units
+    and batch size the run has
+    """
     first = dataclasses.replace(config, optimizer=OPTIMIZER, schedule=schedule_of(**SAVED[saved]))
     save(manager(optimizer=first.optimizer, schedule=first.schedule), 3)
     given = {"lr", *RUNS[run]}

@@ -29,7 +29,6 @@ from megatron_ds.loading.initial_load import InitialLoad, check_import, conflict
 from megatron_ds.loading.locations import locate_weights, staged_location
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
-from tests.claims import claim
 from tests.problems import codes, fields
 from tests.unit.checkpoint.fakes import run_of
 from tests.unit.conversion.hf_models import VOCAB, random_model
@@ -57,11 +56,9 @@ def test_options_of_the_model_come_from_the_folder(folder: Path, prefix: bool) -
     assert config.origins["num_layers"] == f"from {folder}"
 
 
-@claim(
-    "conversion",
-    "options of the model come from the folder, and contradictions name both values",
-)
 def test_given_options_are_kept_and_contradictions_name_both_values(folder: Path) -> None:
+    """Claim (conversion): options of the model come from the folder, and contradictions name both
+    values"""
     kept = {"seq_length": 6, "hidden_dropout": 0.2, "make_vocab_size_divisible_by": 7}
     config, _, problems = make_plan(run_of(folder, **kept))
     assert problems == []
@@ -288,9 +285,11 @@ def test_the_model_of_a_checkpoint_of_ours_is_taken_if_no_flag_describes_it(
     assert config.model == ModelConfig(num_layers=4)
 
 
-@claim("checkpoints", "weights to start from cannot make their tokenizer run code")
 def test_a_folder_cannot_make_its_tokenizer_run_code(tmp_path: Path) -> None:
-    """Only the flag of the run allows it, whatever the folder says."""
+    """Only the flag of the run allows it, whatever the folder says.
+
+    Claim (checkpoints): weights to start from cannot make their tokenizer run code
+    """
     random_model("llama").save_pretrained(tmp_path / "hf")
     write_weights_folder(open_hf(tmp_path / "hf"), tmp_path / "native")
     path = tmp_path / "native" / "weights.json"

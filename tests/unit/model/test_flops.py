@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.spec.architecture import model_spec
-from tests.claims import claim
 from tests.unit.model.dense import TINY, build_model
 
 BATCH = 2
@@ -39,7 +38,6 @@ def configuration(**changes: Any) -> ModelConfig:
     return ModelConfig(**TINY, seq_length=16, vocab_size=128, **changes)
 
 
-@claim("logging", "model TFLOP/s agree with torch's count")
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("untied", [False, True])
@@ -47,6 +45,7 @@ def configuration(**changes: Any) -> ModelConfig:
 def test_model_flops_are_those_that_torch_counts(
     groups: int | None, activation: str, untied: bool, moe: MoEConfig
 ) -> None:
+    """Claim (logging): model TFLOP/s agree with torch's count"""
     tying = {"untie_embeddings_and_output_weights": untied}
     config = configuration(num_query_groups=groups, activation=activation, **tying)
     if moe.is_used:  # the gradients of their biases are products, too

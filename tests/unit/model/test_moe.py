@@ -20,7 +20,6 @@ from megatron_ds.model.moe import MoE
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.router_log import RouterLog
-from tests.claims import claim
 from tests.independent.model import DEFAULTS, Experts
 from tests.observed import Observed
 from tests.problems import codes
@@ -51,11 +50,6 @@ def build(moe: MoEConfig, config: ModelConfig) -> MoE:
     return layer
 
 
-@claim(
-    "parallel",
-    "the mixture-of-experts layer equals a loop over tokens and experts, gradients and auxiliary "
-    "losses included",
-)
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,6 +72,8 @@ def build(moe: MoEConfig, config: ModelConfig) -> MoE:
 )
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: str) -> None:
+    """Claim (parallel): the mixture-of-experts layer equals a loop over tokens and experts,
+    gradients and auxiliary losses included"""
     moe = MoEConfig(num_experts=(E,), **LOSSES, **options)
     config = architecture(activation=activation, add_bias_linear=activation == "gelu")
     layer = build(moe, config)
@@ -108,18 +104,17 @@ def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: s
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-@claim(
-    "parallel",
-    "a layer of experts reads nothing from the device without expert parallelism, makes as many "
-    "calls for 64 experts as for 4, and falls back to one product after the other where a "
-    "device's grouped product is missing or wrong",
-)
 @pytest.mark.parametrize("options", [{}, DROPPING], ids=str)
 @pytest.mark.parametrize("experts", [4, 64])
 def test_calls_of_a_layer_do_not_grow_with_its_experts(
     options: dict[str, Any], experts: int
 ) -> None:
-    """Nothing is read, for meta tensors have no values, and gradients are not accumulated."""
+    """Nothing is read, for meta tensors have no values, and gradients are not accumulated.
+
+    Claim (parallel): a layer of experts reads nothing from the device without expert parallelism,
+    makes as many calls for 64 experts as for 4, and falls back to one product after the other where
+    a device's grouped product is missing or wrong
+    """
     config = MoEConfig(num_experts=(experts,), **LOSSES, **options)
     layer = build(config, architecture()).to(device="meta", dtype=torch.bfloat16)
     calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -153,12 +148,6 @@ def leaves_gradients_of_unused_experts(a: Tensor, b: Tensor, *, offs: Tensor) ->
     return result if b.ndim == 3 else result.masked_fill((result == 0).all(1, True), math.nan)
 
 
-@claim(
-    "parallel",
-    "a layer of experts reads nothing from the device without expert parallelism, makes as many "
-    "calls for 64 experts as for 4, and falls back to one product after the other where a "
-    "device's grouped product is missing or wrong",
-)
 @pytest.mark.parametrize(
     ("grouped_mm", "reason"),
     [(refuses, "needs sm_90"), (leaves_gradients_of_unused_experts, "its relative error is nan")],
@@ -166,6 +155,9 @@ def leaves_gradients_of_unused_experts(a: Tensor, b: Tensor, *, offs: Tensor) ->
 def test_experts_multiply_one_after_the_other_where_a_device_has_no_grouped_product(
     grouped_mm: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (parallel): a layer of experts reads nothing from the device without expert
+    parallelism, makes as many calls for 64 experts as for 4, and falls back to one product after
+    the other where a device's grouped product is missing or wrong"""
     layer, problem = on_a_device(monkeypatch, grouped_mm)
     assert problem is not None
     assert codes([problem]) == ["experts-one-after-another"]
@@ -186,11 +178,13 @@ def test_a_grouped_product_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch
     assert layer.experts.fc_in.multiply is grouped.grouped_product
 
 
-@claim("parallel", "one expert, or several equal ones, are the dense layer")
 @pytest.mark.parametrize(("experts", "topk"), [(1, 1), (4, 2)])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_equal_experts_are_the_dense_layer(experts: int, topk: int, activation: str) -> None:
-    """One expert, or several with the same weights, whose factors sum to 1."""
+    """One expert, or several with the same weights, whose factors sum to 1.
+
+    Claim (parallel): one expert, or several equal ones, are the dense layer
+    """
     config = architecture(activation=activation)
     layer = build(MoEConfig(num_experts=(experts,), moe_router_topk=topk), config)
     dense = MLP(config, 0, group=Mesh.single().tp, init=Initializer(3))

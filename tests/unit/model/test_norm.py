@@ -1,4 +1,7 @@
-"""The rule that selects an implementation of the normalization layers."""
+"""The rule that selects an implementation of the normalization layers.
+
+Claim (precision): RMSNorm is computed by torch's kernel, or by apex's where torch has none
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,6 @@ from megatron_ds.model import norm
 from megatron_ds.model.norm import NormKernel, build_norm, select_norm_kernel
 from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
-
-claim("precision", "RMSNorm is computed by torch's kernel, or by apex's where torch has none")
 
 CONFIG = ModelConfig(hidden_size=16, norm_epsilon=1e-2)
 

@@ -38,7 +38,6 @@ from megatron_ds.model.attention.packed import (
 )
 from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.model.gpt import GPTModel
-from tests.claims import claim
 from tests.dense_gpt import dense_logits
 from tests.unit.model.dense import (
     TINY,
@@ -109,11 +108,6 @@ def test_documents_and_positions_are_those_of_the_split_rows() -> None:
         assert document_lengths(doc_ids)[row] == [len(doc) for doc in documents]
 
 
-@claim(
-    "samples",
-    "in packed samples every document has the losses and gradients that it has alone "
-    "(`--reset-position-ids --reset-attention-mask`)",
-)
 @pytest.mark.parametrize(
     ("kernel", "recompute", "window"),
     [
@@ -129,6 +123,8 @@ def test_documents_and_positions_are_those_of_the_split_rows() -> None:
 def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
     position: str, kernel: Any, recompute: str | None, window: int | None
 ) -> None:
+    """Claim (samples): in packed samples every document has the losses and gradients that it has
+    alone (`--reset-position-ids --reset-attention-mask`)"""
     if isinstance(kernel, VarlenKernel) and position == "alibi":
         pytest.skip("variable-length attention has no bias")
     size = None if window is None else f"{window - 1},0"

@@ -20,7 +20,6 @@ from megatron_ds.model.attention.packed import Keys
 from megatron_ds.model.attention.rule import Rope, attention_rules
 from megatron_ds.model.position_embedding import PositionEncoder, rope_rates, rope_table, rotate
 from megatron_ds.parallel.mesh import Group, Mesh
-from tests.claims import claim
 from tests.observed import Observed
 from tests.unit.model.dense import TINY
 
@@ -89,14 +88,11 @@ SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Our options, and transformers' parameters of rope."""
 
 
-@claim(
-    "parallel",
-    "the rates of rotary positions and the factor of what is rotated are transformers', for each "
-    "type of scaling",
-)
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rates_of_rope_are_those_of_transformers(name: str, base: float) -> None:
+    """Claim (parallel): the rates of rotary positions and the factor of what is rotated are
+    transformers', for each type of scaling"""
     ours, theirs = SCALINGS[name]
     sizes = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "seq_length": 64}
     options = {**sizes, "position_embedding_type": "rope", "rotary_base": base, **ours}

@@ -18,7 +18,6 @@ from megatron_ds.conversion.huggingface.read_write import open_hf
 from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
-from tests.claims import claim
 from tests.dense_gpt import dense_logits
 from tests.independent.model import loss_of
 from tests.independent.training import further_loss, mean_loss
@@ -174,15 +173,14 @@ def test_latent_attention_is_that_of_a_dense_forward_pass(options: dict[str, Any
     assert (k.shape[1], k.shape[3], v.shape[1], v.shape[3]) == (1, 10, 1, 4)
 
 
-@claim(
-    "parallel",
-    "and the logits of a dense forward pass that is written out, for every activation, norm and "
-    "position embedding",
-)
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_logits_equal_those_of_a_dense_forward_pass(position: str, normalization: str) -> None:
-    """With every activation; the other options take turns."""
+    """With every activation; the other options take turns.
+
+    Claim (parallel): and the logits of a dense forward pass that is written out, for every
+    activation, norm and position embedding
+    """
     gelus = [{"activation": "gelu", "gelu_approximation": kind} for kind in ("tanh", "none")]
     others = [{"activation": name} for name in ACTIVATIONS if name != "gelu"]
     turns = itertools.cycle(itertools.product((None, 2), (False, True), (False, True)))
@@ -244,14 +242,13 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@claim(
-    "parallel",
-    "and those of every position of the norms, parallel attention and MLP, norms of queries and "
-    "keys, and multipliers, with and without a cache",
-)
 @pytest.mark.parametrize("form", FORMS)
 def test_residual_forms_are_those_of_a_dense_forward_pass(form: str) -> None:
-    """Logits, the gradients of all weights, and generation with a cache."""
+    """Logits, the gradients of all weights, and generation with a cache.
+
+    Claim (parallel): and those of every position of the norms, parallel attention and MLP, norms of
+    queries and keys, and multipliers, with and without a cache
+    """
     model = build(position_embedding_type="rope", num_query_groups=2, **FORMS[form])
     named = dict(model.named_parameters())
     expected = dense_logits(model.config, named, TOKENS)
@@ -281,14 +278,11 @@ PREDICTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@claim(
-    "parallel",
-    "multi-token prediction has the losses and gradients of a dense forward pass, also where "
-    "documents end",
-)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("form", PREDICTIONS)
 def test_predictions_are_those_of_a_dense_forward_pass(form: str, documents: bool) -> None:
+    """Claim (parallel): multi-token prediction has the losses and gradients of a dense forward
+    pass, also where documents end"""
     eod = VOCAB - 1
     packing = PackingOptions(eod, True, True) if documents else None
     factor = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
@@ -329,19 +323,17 @@ def test_default_gelu_depends_on_the_bias(bias: bool, kind: str | None) -> None:
     assert_equal(logits(model), expected)
 
 
-@claim(
-    "parallel",
-    "the model has the logits, the loss and the gradients of transformers' Llama, GPT-2, "
-    "GPT-NeoX, Pythia, GPT-J, BLOOM, OLMo 2, Gemma, Gemma 2, Granite, Phi and SmolLM3 with the "
-    "same weights, "
-    "parameter by parameter",
-)
 @pytest.mark.parametrize(
     "family",
     [*("mistral-window", "gpt2", "gpt-neox", "bloom", "pythia", "olmo2", "gemma", "smollm3")],
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """The gradient of every parameter, to 1e-5 of its largest element."""
+    """The gradient of every parameter, to 1e-5 of its largest element.
+
+    Claim (parallel): the model has the logits, the loss and the gradients of transformers' Llama,
+    GPT-2, GPT-NeoX, Pythia, GPT-J, BLOOM, OLMo 2, Gemma, Gemma 2, Granite, Phi and SmolLM3 with the
+    same weights, parameter by parameter
+    """
     theirs = random_model(family)
     theirs.save_pretrained(tmp_path / "weights")
     ours = model_of(open_hf(tmp_path / "weights"))

@@ -22,7 +22,6 @@ from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import declaration, expert_group, shard_spec
-from tests.claims import claim
 from tests.dist.parity_cases import MODELS, SHAPE
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -55,11 +54,6 @@ def weights_of(
     return dict(built.named_parameters())
 
 
-@claim(
-    "logging",
-    "declared weights are the parameters of the modules: names, shapes, shards and marks, in "
-    "every layout",
-)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("moe", MOE)
 @pytest.mark.parametrize(
@@ -69,6 +63,8 @@ def weights_of(
 def test_declared_weights_are_the_parameters(
     preset: str, moe: str, tp: int, ep: int, layers: tuple[int, ...], sequence: bool
 ) -> None:
+    """Claim (logging): declared weights are the parameters of the modules: names, shapes, shards
+    and marks, in every layout"""
     model = ModelConfig(**{**SHAPE, **PRESETS[preset], "num_layers": sum(layers)})
     group = Group(tuple(range(tp)), tp - 1, None, sequence_parallel=sequence)
     mesh = dataclasses.replace(Mesh.single(), tp=group, ep=Group(tuple(range(ep)), 0, None))
@@ -96,12 +92,9 @@ def test_declared_weights_are_the_parameters(
         assert spec.elements(spec.layers[part], is_expert) == experts
 
 
-@claim(
-    "checkpoints",
-    "state of a layer that is no parameter, such as a bias of a router, is in fp32 in a run of any "
-    "precision, and is saved, resharded and converted with the weights",
-)
 def test_states_are_buffers_in_fp32_that_no_sum_counts(tmp_path: Path) -> None:
+    """Claim (checkpoints): state of a layer that is no parameter, such as a bias of a router, is in
+    fp32 in a run of any precision, and is saved, resharded and converted with the weights"""
     model = ModelConfig(**{**SHAPE, **MODELS["swiglu"]})
     options: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",

@@ -11,7 +11,6 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.model.mlp import MLP, TiledMLP
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Mesh
-from tests.claims import claim
 from tests.observed import Observed, tensors_of
 from tests.unit.model.dense import TINY
 
@@ -40,12 +39,9 @@ def test_output_and_gradients_are_those_of_the_plain_mlp(length: int, activation
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@claim(
-    "parallel",
-    "a tiled MLP has the output and the gradients of a plain one, and the inner activations of "
-    "one tile",
-)
 def test_inner_activations_of_one_tile_exist_at_a_time() -> None:
+    """Claim (parallel): a tiled MLP has the output and the gradients of a plain one, and the inner
+    activations of one tile"""
     length = 64
     x = torch.randn(length, BATCH, HIDDEN, requires_grad=True)
     largest: dict[type[MLP], int] = {}

@@ -20,7 +20,6 @@ from megatron_ds.parallel.fused_linear_cross_entropy import (
     linear_cross_entropy,
 )
 from megatron_ds.parallel.mesh import Group, Mesh
-from tests.claims import claim
 from tests.observed import Observed, tensors_of
 from tests.problems import raises_problem
 
@@ -83,7 +82,6 @@ def test_loss_and_gradients_equal_those_of_separate_layers(
     assert weight.grad[VOCAB:].eq(0.0).all()
 
 
-@claim("precision", "the z-loss and the bound of logits have the values and gradients of fp64")
 @pytest.mark.parametrize("kernels", [LossKernels(), FUSIBLE], ids=["eager", "fusible"])
 @pytest.mark.parametrize("terms", [LossTerms(0.3), LossTerms(0.0, 2.0), LossTerms(0.3, 2.0)])
 @pytest.mark.parametrize(
@@ -96,6 +94,8 @@ def test_further_terms_have_the_gradients_of_separate_layers(
     kernels: LossKernels,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Claim (precision): the z-loss and the bound of logits have the values and gradients of
+    fp64"""
     x, weight, labels, weights = inputs(dtype)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 7 * PADDED * dtype.itemsize)
     one_x, one_weight = (one.detach().double().requires_grad_() for one in (x, weight))
@@ -217,17 +217,14 @@ class TensorSizes(Observed):
             self.most = max(self.most, sum(ref() is not None for ref in self._alive.values()))
 
 
-@claim(
-    "parallel",
-    "the loss keeps one chunk of logits at a time, and few of them in fp32, also if the "
-    "vocabulary is sharded",
-)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
     with_gradients: bool, dtype: torch.dtype, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (parallel): the loss keeps one chunk of logits at a time, and few of them in fp32, also
+    if the vocabulary is sharded"""
     tokens, vocab, hidden, chunk, cached = 256, 512, 8, 24, 2
     done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(dist, "all_gather", lambda parts, x, group: [p.copy_(x) for p in parts])
@@ -253,12 +250,10 @@ def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
         assert sizes.elements[torch.float32] == max(cached * vocab, gradients)
 
 
-@claim(
-    "precision",
-    "the output layer multiplies at the padded vocabulary, whatever the padding rows contain",
-)
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_products_run_at_the_padded_vocabulary(with_gradients: bool) -> None:
+    """Claim (precision): the output layer multiplies at the padded vocabulary, whatever the padding
+    rows contain"""
     x, weight, labels, weights = inputs(torch.bfloat16)
     sizes: set[int] = set()
 

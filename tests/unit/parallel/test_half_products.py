@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_ds.parallel import half_products
 from megatron_ds.parallel.half_products import replace_slow_products
-from tests.claims import claim
 from tests.problems import codes
 
 CPU = torch.device("cpu")
@@ -37,10 +36,6 @@ def into(product: Callable[..., Tensor]) -> Product:
     return lambda a, b, _: product(a, b, out=torch.empty(0, dtype=a.dtype))
 
 
-@claim(
-    "precision",
-    "products in half precision on CPUs without instructions for it are rounded once",
-)
 @pytest.mark.parametrize(
     "product",
     [
@@ -54,6 +49,8 @@ def into(product: Callable[..., Tensor]) -> Product:
     ],
 )
 def test_products_are_those_of_fp64_rounded_once(product: Product, replaced: torch.dtype) -> None:
+    """Claim (precision): products in half precision on CPUs without instructions for it are rounded
+    once"""
     generator = torch.Generator().manual_seed(1)
     a, b, c = (torch.randn(3, 64, 64, generator=generator).to(replaced) for _ in range(3))
     actual, exact = product(a, b, c), product(a.double(), b.double(), c.double())

@@ -10,7 +10,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ds.parallel.mesh import Group, Mesh, Mpu, axis_groups, groups_across_hosts
-from tests.claims import claim
 from tests.problems import raises_problem
 
 
@@ -134,11 +133,6 @@ class Options:
         self.is_high_priority_stream = is_high_priority_stream
 
 
-@claim(
-    "parallel",
-    "the messages of tensor, sequence and pipeline parallelism go before other kernels with "
-    "NCCL; those between stages have a group of their own",
-)
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize(
     ("world", "sizes", "urgent"),
@@ -156,7 +150,11 @@ def test_messages_within_a_pass_go_before_other_kernels(
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On NCCL, whose options offer it."""
+    """On NCCL, whose options offer it.
+
+    Claim (parallel): the messages of tensor, sequence and pipeline parallelism go before other
+    kernels with NCCL; those between stages have a group of their own
+    """
 
     def new_group(ranks: list[int], *, pg_options: Options | None, **options: object) -> object:
         if pg_options is not None:

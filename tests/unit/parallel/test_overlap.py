@@ -15,7 +15,6 @@ from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.weights import ShardSpec, linear_weights
-from tests.claims import claim
 from tests.observed import Observed
 
 HIDDEN = 8
@@ -79,15 +78,12 @@ def column(group: Group, bias: bool) -> ColumnParallelLinear:
     return ColumnParallelLinear(*weights, group=group, init=DRAWS)
 
 
-@claim(
-    "precision",
-    "under tensor parallelism the all-reduce of a layer's input gradient runs alongside the "
-    "product for its weight gradient, and nothing is copied for it",
-)
 @pytest.mark.parametrize("bias", [True, False])
 def test_column_parallel_reduces_the_input_gradient_beside_the_weight_gradient(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (precision): under tensor parallelism the all-reduce of a layer's input gradient runs
+    alongside the product for its weight gradient, and nothing is copied for it"""
     layer, alone = column(TWO_RANKS, bias), column(Mesh.single().tp, bias)
     x = torch.randn(4, 2, HIDDEN, requires_grad=True)
     grad = torch.randn(4, 2, 6)

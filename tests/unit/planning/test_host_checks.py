@@ -24,7 +24,6 @@ from megatron_ds.planning import host_checks, swap_disk
 from megatron_ds.planning.host_checks import Host
 from megatron_ds.planning.memory_estimate import planned_memory
 from megatron_ds.planning.swap_disk import Disk, DiskRate
-from tests.claims import claim
 from tests.problems import codes
 from tests.unit.engine.ds_files import merged
 from tests.unit.engine.passed_key_files import KEYS
@@ -65,11 +64,6 @@ def test_memory_of_all_processes_of_the_host_counts(flags: str) -> None:
     assert check(flags, total=total, available=available) == ([], ["host-memory-short"])
 
 
-@claim(
-    "command-line",
-    "states that exceed the memory of an accelerator are an error before the start, a peak above "
-    "what is free is a warning",
-)
 @pytest.mark.parametrize(
     ("free", "total", "ranks", "mode", "expected"),
     [
@@ -85,6 +79,8 @@ def test_memory_of_all_processes_of_the_host_counts(flags: str) -> None:
 def test_device_must_hold_the_states_and_should_hold_the_peak(
     free: str, total: str, ranks: int, mode: str, expected: tuple[list[str], list[str]]
 ) -> None:
+    """Claim (command-line): states that exceed the memory of an accelerator are an error before the
+    start, a peak above what is free is a warning"""
     estimate = planned_memory(merged("").config.with_vocab(VOCAB), DP_SIZE, "xpu")
     sizes = {"nothing": 1, "states": estimate.states, "peak": estimate.peak}
     assert sizes["states"] < sizes["peak"] < 2 * sizes["states"]

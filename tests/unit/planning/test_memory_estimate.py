@@ -36,7 +36,6 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.planning.memory_estimate import MemoryEstimate, estimate, planned_memory
 from megatron_ds.planning.memory_inputs import BLOCKWISE_8_BIT, MemoryInputs
-from tests.claims import claim
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
 COLLECTIVES = (
@@ -198,12 +197,12 @@ def saved_by_layers(config: Config, dtype: torch.dtype = torch.float32) -> int:
     return saved_bytes(config, dtype) - losses * head
 
 
-@claim("logging", "the memory estimate counts the activations that autograd saves")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model", "documents", "granularity"), COUNTED)
 def test_activations_equal_what_autograd_saves(
     model: str, documents: bool, granularity: str | None, dtype: torch.dtype
 ) -> None:
+    """Claim (logging): the memory estimate counts the activations that autograd saves"""
     recompute = RecomputeConfig(recompute_granularity=granularity)
     run = config(recompute, documents=documents, **MODELS[model])
     engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)

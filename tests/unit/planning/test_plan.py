@@ -22,7 +22,6 @@ from megatron_ds.planning.plan import AXES, Plan, make_plan
 from megatron_ds.planning.suggest import MARGIN, suggest
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.training import run
-from tests.claims import claim
 from tests.pages import plan_example
 from tests.problems import printed_codes
 from tests.proofs.cases import with_proofs
@@ -115,8 +114,8 @@ def test_slower_links_and_stages_of_unequal_length_take_longer() -> None:
     assert far.exposed > 1.5 * near.exposed > 0
 
 
-@claim("deepspeed", "suggested layouts fit the memory and give the planned step")
 def test_suggestions_fit_and_are_sorted() -> None:
+    """Claim (deepspeed): suggested layouts fit the memory and give the planned step"""
     config = config_of(LLAMA_70B, 512)
     found = suggest(config, 512, HARDWARE["h100"])
     assert len(found) > 5
@@ -222,7 +221,6 @@ def json_of(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return values
 
 
-@claim("deepspeed", "plans need neither data nor files of a tokenizer")
 @pytest.mark.parametrize(
     "data",
     [
@@ -236,10 +234,10 @@ def json_of(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     ],
 )
 def test_a_plan_needs_no_data(data: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim (deepspeed): plans need neither data nor files of a tokenizer"""
     assert json_of(f"{SMALL} {data}", capsys)["samples_per_step"] == 1
 
 
-@claim("deepspeed", "plans need neither data nor files of a tokenizer")
 @pytest.mark.parametrize(
     "tokenizer",
     [
@@ -250,6 +248,7 @@ def test_a_plan_needs_no_data(data: str, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_a_plan_needs_no_tokenizer(tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claim (deepspeed): plans need neither data nor files of a tokenizer"""
     rows = "--make-vocab-size-divisible-by 1 --untie-embeddings-and-output-weights"
     line = f"{SHAPE} {rows} {tokenizer} --vocab-size"
     fewer, more = (json_of(f"{line} {size}", capsys)["parameters"] for size in (1000, 1001))
@@ -259,11 +258,13 @@ def test_a_plan_needs_no_tokenizer(tokenizer: str, capsys: pytest.CaptureFixture
     assert build_tokenizer(config.tokenizer, config.model.vocab_size).vocab_size == 1000
 
 
-@claim("deepspeed", "a `config.json` alone gives a plan, that of `docs/running/planning.md`")
 def test_config_json_alone_answers_the_first_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Llama 3 8B: 8,030,261,248 parameters, 8,192 tokens, as in docs/running/planning.md."""
+    """Llama 3 8B: 8,030,261,248 parameters, 8,192 tokens, as in docs/running/planning.md.
+
+    Claim (deepspeed): a `config.json` alone gives a plan, that of `docs/running/planning.md`
+    """
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     line = f"--load hf:{tmp_path} --world-size 8 --device-memory 80GB --train-tokens"
     assert tool.main(shlex.split(f"{line} 1T")) == 0
@@ -307,7 +308,6 @@ def test_a_preset_is_planned_with_its_parameters(capsys: pytest.CaptureFixture[s
     assert plan["parameters"] == 8_030_261_248
 
 
-@claim("deepspeed", "planned memory is 0 to 5 % above the peaks measured on one H200")
 @pytest.mark.parametrize(
     ("sizes", "tokens_per_second", "peak_gib"),
     [
@@ -319,6 +319,7 @@ def test_a_preset_is_planned_with_its_parameters(capsys: pytest.CaptureFixture[s
 def test_plans_of_one_h200_are_what_was_measured(
     sizes: tuple[int, ...], tokens_per_second: int, peak_gib: float
 ) -> None:
+    """Claim (deepspeed): planned memory is 0 to 5 % above the peaks measured on one H200"""
     layers, hidden, heads, length, samples = sizes
     plan = planned(
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --bf16 "
@@ -369,11 +370,6 @@ def test_messages_have_a_latency() -> None:
 LAYOUT_OF_405B = (f"{LLAMA_405B} --global-batch-size 2048", 16384, 8, 16)
 
 
-@claim(
-    "deepspeed",
-    "the published layout of 70B on 64 devices is suggested first, in the proofs that of 405B on "
-    "16,384, too",
-)
 @pytest.mark.parametrize(
     ("line", "ranks", "tp_size", "pp_size"),
     with_proofs([LAYOUT_OF_405B, (LLAMA_70B, 64, 4, 4)], [LAYOUT_OF_405B]),
@@ -382,7 +378,11 @@ LAYOUT_OF_405B = (f"{LLAMA_405B} --global-batch-size 2048", 16384, 8, 16)
 def test_published_layouts_are_suggested_first(
     line: str, ranks: int, tp_size: int, pp_size: int
 ) -> None:
-    """Those of Llama 3 405B (Llama Team 2024, table 4) and of NVIDIA's recipe for 70B."""
+    """Those of Llama 3 405B (Llama Team 2024, table 4) and of NVIDIA's recipe for 70B.
+
+    Claim (deepspeed): the published layout of 70B on 64 devices is suggested first, in the proofs
+    that of 405B on 16,384, too
+    """
     first = suggest(config_of(line, 8), ranks, HARDWARE["h100"])[0].plan
     assert (first.sizes["tp"], first.sizes["pp"]) == (tp_size, pp_size)
     assert first.config.deepspeed.zero_stage == 1

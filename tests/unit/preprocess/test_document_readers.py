@@ -30,7 +30,6 @@ from megatron_ds.preprocess.documents.document_readers import START, DocumentRea
 from megatron_ds.preprocess.documents.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
-from tests.claims import claim
 from tests.problems import codes, raises_problem
 
 TEXTS = [
@@ -139,12 +138,12 @@ def check_continuation(inputs: InputSpec) -> list[RawDocument]:
     return items
 
 
-@claim("data", "all input formats give the same documents")
 @pytest.mark.parametrize("batch", [2, 128])
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_documents_from_any_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int
 ) -> None:
+    """Claim (data): all input formats give the same documents"""
     monkeypatch.setattr(formats, "ROWS", batch)
     paths = [tmp_path / part / name for part in ("1", "2")]
     for path in paths:
@@ -637,12 +636,10 @@ def arrow_bytes(open_writer: Callable[..., Any]) -> bytes:
     return sink.getvalue()
 
 
-@claim(
-    "data",
-    "an input whose first bytes are of another format than its name says is an error, in 29 cases",
-)
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_first_bytes_that_contradict_the_name_are_an_error(name: str, tmp_path: Path) -> None:
+    """Claim (data): an input whose first bytes are of another format than its name says is an
+    error, in 29 cases"""
     found, content = CONTRADICTIONS[name]
     path = tmp_path / name
     path.write_bytes(content())

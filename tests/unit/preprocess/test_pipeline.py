@@ -20,7 +20,6 @@ from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fast_backend import select_backend
-from tests.claims import claim
 from tests.preprocess_runs import TOKENIZER, pair
 from tests.problems import codes, fields, raises_problem
 
@@ -58,11 +57,11 @@ def test_documents_eod_and_empty_texts(tmp_path: Path) -> None:
     assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2], [3]]
 
 
-@claim("data", "preprocessing writes the same bytes for any number of workers")
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
 def test_bytes_are_the_same_for_any_workers_and_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
+    """Claim (data): preprocessing writes the same bytes for any number of workers"""
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
     base = options(tmp_path, numbered(100), append_eod=True)
     seen = set()

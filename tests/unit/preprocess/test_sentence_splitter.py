@@ -33,7 +33,6 @@ from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.claims import claim
 from tests.preprocess_runs import (
     TOKENIZER,
     interrupt,
@@ -252,8 +251,8 @@ class WithBegin(NullTokenizer):
     bos = 99
 
 
-@claim("tokenizers", "documents begin with the begin token of `--prepend-bos`, once")
 def test_documents_begin_with_the_begin_token_once(tmp_path: Path) -> None:
+    """Claim (tokenizers): documents begin with the begin token of `--prepend-bos`, once"""
     rows = [{"text": text} for text in ("1 2\n\n3\n", "99 4", "", "\n5\n6 7", "99")]
     for append_eod, end in ((True, [100]), (False, [])):
         given = options(
@@ -294,16 +293,15 @@ def test_bytes_equal_megatrons_for_any_keys_workers_and_chunks(
             assert pair(tmp_path / f"in_{key}_sentence") == expected
 
 
-@claim(
-    "data",
-    "sentence data for BERT and T5 equals Megatron's byte for byte, given the same sentence "
-    "boundaries",
-)
 @pytest.mark.parametrize("keep", [False, True])
 def test_t5_data_of_the_tutorial_equal_megatrons(
     tmp_path: Path, shared_data: Path, keep: bool
 ) -> None:
-    """my-t5_text_sentence, of BERT's published vocabulary and English text."""
+    """my-t5_text_sentence, of BERT's published vocabulary and English text.
+
+    Claim (data): sentence data for BERT and T5 equals Megatron's byte for byte, given the same
+    sentence boundaries
+    """
     vocab = str(shared_data / "bert-base-uncased-vocab.txt")
     known = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_extra_ids": 100}
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=vocab, **known))

@@ -1,4 +1,8 @@
-"""What charts and tables show, from the files of runs."""
+"""What charts and tables show, from the files of runs.
+
+Claim (logging): the charts and tables of a report are computed from the files of the runs, and its
+page needs no other file
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,7 @@ from megatron_ds.reports.charts import (
     thinned,
 )
 from megatron_ds.reports.history import History, read_history
-from tests.claims import claim
 from tests.unit.reports.run_files import event, start, steps, write_run
-
-claim(
-    "logging",
-    "the charts and tables of a report are computed from the files of the runs, and its page "
-    "needs no other file",
-)
 
 
 @pytest.fixture

@@ -1,4 +1,8 @@
-"""The history of a run from its files, complete or growing."""
+"""The history of a run from its files, complete or growing.
+
+Claim (logging): a run in progress is followed by its new bytes, also through incomplete and damaged
+lines and a resume
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,9 @@ import pytest
 from megatron_ds.reports.history import Evaluation, RunReader, names_of, read_history, read_run
 from megatron_ds.training.loggers.csv_logger import CsvTable
 from megatron_ds.training.loggers.jsonl_logger import JsonLines
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.reports.run_files import CONFIG, event, lines, start, steps, write_run
 from tests.unit.training.logger_records import evaluation, step
-
-claim(
-    "logging",
-    "a run in progress is followed by its new bytes, also through incomplete and damaged lines "
-    "and a resume",
-)
 
 
 def test_columns_evaluations_and_axes(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""The picture of a run in progress."""
+"""The picture of a run in progress.
+
+Claim (logging): a run in progress is followed by its new bytes, also through incomplete and damaged
+lines and a resume
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,7 @@ from rich.console import Console
 
 from megatron_ds.reports.live import Follower, frame, status
 from megatron_ds.reports.text_plot import braille
-from tests.claims import claim
 from tests.unit.reports.run_files import event, lines, start, steps, write_run
-
-claim(
-    "logging",
-    "a run in progress is followed by its new bytes, also through incomplete and damaged lines "
-    "and a resume",
-)
 
 
 def text(follower: Follower) -> str:

@@ -11,7 +11,6 @@ import pytest
 
 from megatron_ds.tokenizer.chat_template import read_chat_template
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer, pretrained_files
-from tests.claims import claim
 from tests.import_graph import REPOSITORY
 from tests.problems import raises_problem
 
@@ -55,9 +54,9 @@ def folder_of(folder: Path, files: dict[str, Any]) -> Path:
     return folder
 
 
-@claim("serving", "conversations have the text of transformers' chat templates")
 @pytest.mark.parametrize("name", FOLDERS)
 def test_conversations_have_the_text_of_transformers(name: str, tmp_path: Path) -> None:
+    """Claim (serving): conversations have the text of transformers' chat templates"""
     from transformers import AutoTokenizer
 
     folder = folder_of(tmp_path, FOLDERS[name])

@@ -29,7 +29,6 @@ from megatron_ds.tokenizer.gpt2 import END_OF_TEXT
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.training.start.preflight import check
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.token_files import write_pair
 from tests.unit.tokenizer.test_golden import FILES, FOLDER, tokenizer_of
@@ -164,8 +163,8 @@ def problems(prefix: str, tokenizer: str) -> list[Problem]:
     return build_config(argv, world_size=1, warn=lambda _: None, check=checked)[1]
 
 
-@claim("tokenizers", "training rejects data of another tokenizer")
 def test_training_rejects_data_of_another_tokenizer(tmp_path: Path) -> None:
+    """Claim (tokenizers): training rejects data of another tokenizer"""
     made_with = NullTokenizer(100).fingerprint
     prefix = pair(tmp_path / "p", made_with.to_json())
     assert problems(prefix, "--tokenizer-type NullTokenizer --vocab-size 100") == []

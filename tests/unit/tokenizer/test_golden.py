@@ -25,7 +25,6 @@ from megatron_ds.preprocess.documents.sentence_splitter import RuleSplitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
-from tests.claims import claim
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
 TIKTOKEN = {"tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 10}
@@ -92,8 +91,8 @@ def test_every_kind_has_golden_files() -> None:
     assert FILES.keys() == TOKENIZERS.keys()
 
 
-@claim("tokenizers", "the token files of every kind of tokenizer are frozen as golden files")
 def test_token_files_equal_the_golden_files(tmp_path: Path) -> None:
+    """Claim (tokenizers): the token files of every kind of tokenizer are frozen as golden files"""
     for name, prefix in make_all(tmp_path).items():
         for suffix in SUFFIXES:
             made = Path(f"{prefix}{suffix}").read_bytes()

@@ -1,4 +1,8 @@
-"""Settings next to a tokenizer.json: ids, sizes and special tokens equal AutoTokenizer's."""
+"""Settings next to a tokenizer.json: ids, sizes and special tokens equal AutoTokenizer's.
+
+Claim (tokenizers): settings next to a `tokenizer.json` (added tokens, `add_prefix_space`,
+`do_lower_case`, `split_special_tokens`, classes) give the ids of AutoTokenizer, in 30 folders
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from megatron_ds.tokenizer.fast_backend import select_backend
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.tokenizer.test_hub import build_hf
-
-claim(
-    "tokenizers",
-    "settings next to a `tokenizer.json` (added tokens, `add_prefix_space`, `do_lower_case`, "
-    "`split_special_tokens`, classes) give the ids of AutoTokenizer, in 30 folders",
-)
 
 TEXTS = (
     "Hello world",

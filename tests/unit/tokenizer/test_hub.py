@@ -1,4 +1,7 @@
-"""Tokenizers from the Hugging Face Hub, and those with code of their own."""
+"""Tokenizers from the Hugging Face Hub, and those with code of their own.
+
+Claim (tokenizers): Hugging Face tokenizers load from a file, a folder or by name
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,8 @@ import pytest
 
 from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.tokenizer.test_golden import FOLDER, build, texts
-
-claim("tokenizers", "Hugging Face tokenizers load from a file, a folder or by name")
 
 CODE = """
 from transformers import PreTrainedTokenizerFast

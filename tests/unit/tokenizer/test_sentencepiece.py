@@ -16,7 +16,6 @@ from megatron_ds.tokenizer.sentencepiece import (
     SentencePieceTokenizer,
     SentencePieceWithSpecialTokens,
 )
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.tokenizer.references import sentencepiece_with_special_tokens
 from tests.unit.tokenizer.test_golden import FOLDER, build, texts
@@ -55,10 +54,10 @@ def test_any_text_is_recovered(text: str) -> None:
     assert (PLAIN.decode(ids), ids) == (text, MODEL.encode_as_ids(text))
 
 
-@claim("tokenizers", "SentencePiece models get Megatron's special tokens")
 @given(parts=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=8))
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_special_tokens_in_texts_are_encoded_as_in_megatron(parts: list[str]) -> None:
+    """Claim (tokenizers): SentencePiece models get Megatron's special tokens"""
     text = "".join(parts)
     ids = SPECIAL.encode(text)
     assert ids == sentencepiece_with_special_tokens(MODEL, text, 12)

@@ -15,7 +15,6 @@ from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.problems import UserError
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer, gpt2
 from megatron_ds.tokenizer.base import count_ids
-from tests.claims import claim
 from tests.problems import fields, raises_problem
 
 END = "<|endoftext|>"
@@ -46,8 +45,8 @@ def hf(path: Path) -> Tokenizer:
     return build_tokenizer(TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(path)))
 
 
-@claim("tokenizers", "GPT-2's byte-level BPE gives GPT-2's ids")
 def test_gpt2_ids(tmp_path: Path) -> None:
+    """Claim (tokenizers): GPT-2's byte-level BPE gives GPT-2's ids"""
     tokenizer = build_tokenizer(gpt2_files(tmp_path))
     assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
     assert tokenizer.encode("helhe") == [257, 256]

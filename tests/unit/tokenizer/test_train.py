@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.tokenizer import Tokenizer, train
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.tokenizer.test_golden import FILES, build, texts
 from tools import train_tokenizer
@@ -94,12 +93,14 @@ def corpus(folder: Path, lines: list[object]) -> Path:
     return folder / "in.jsonl"
 
 
-@claim("tokenizers", "training a tokenizer twice gives the same files byte for byte")
 @pytest.mark.parametrize("kind", train.KINDS)
 def test_training_is_deterministic(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tool, and the function that it calls, write the same files."""
+    """The tool, and the function that it calls, write the same files.
+
+    Claim (tokenizers): training a tokenizer twice gives the same files byte for byte
+    """
     output = tmp_path / "out"
     flags = ["--type", kind, "--vocab-size", str(SIZES[kind]), "--output-dir", str(output)]
     assert train_tokenizer.main(["--input", str(corpus(tmp_path, LINES)), *flags]) == 0

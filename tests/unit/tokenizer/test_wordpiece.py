@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.tokenizer.wordpiece import Splitter, WordPieceTokenizer, read_vocab
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
 from tests.unit.tokenizer.references import bert_words, word_pieces
@@ -36,14 +35,13 @@ def test_words_equal_the_definition(lower: bool, text: str) -> None:
     assert SPLITTERS[lower](text).split() == bert_words(text, lower)
 
 
-@claim(
-    "tokenizers",
-    "BERT's WordPiece in lower case follows the published definition for every character, in the "
-    "proofs the cased one, too",
-)
 @pytest.mark.parametrize("lower", with_proofs([True, False], [False]))
 def test_every_character_is_split_as_defined(lower: bool) -> None:
-    """Inside a word, in all planes that have characters."""
+    """Inside a word, in all planes that have characters.
+
+    Claim (tokenizers): BERT's WordPiece in lower case follows the published definition for every
+    character, in the proofs the cased one, too
+    """
     for first in (0, 0x1F000, 0x20000, 0x2A600, 0x2F000, 0xE0000):
         size = 0x3000 if first else 0x10000
         for code in range(first, first + size):

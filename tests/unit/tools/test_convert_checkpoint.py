@@ -25,7 +25,6 @@ from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG
-from tests.claims import claim
 from tests.pages import flags as flags_page
 from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.hf_models import load_strictly, random_model
@@ -38,9 +37,11 @@ TOOL = convert_checkpoint
 FOLDER = "convert_checkpoint"
 
 
-@claim("conversion", "weights come back from every format, and `--verify` finds a changed tensor")
 def test_weights_come_back_from_every_format(tmp_path: Path, run: Run) -> None:
-    """From each format, each verified; with the printed sizes."""
+    """From each format, each verified; with the printed sizes.
+
+    Claim (conversion): weights come back from every format, and `--verify` finds a changed tensor
+    """
     random_model("qwen2").save_pretrained(tmp_path / "0")
     formats = ["native", "hf", "torch_dist", "megatron", "hf", "hf", "native"]
     for number, target in enumerate(formats):
@@ -84,8 +85,9 @@ def test_states_are_converted_where_there_are_any(
     assert printed_codes(run(*flags).err)[0] == "no-effect"
 
 
-@claim("conversion", "weights come back from every format, and `--verify` finds a changed tensor")
 def test_a_wrong_tensor_is_found_by_the_verification(tmp_path: Path) -> None:
+    """Claim (conversion): weights come back from every format, and `--verify` finds a changed
+    tensor"""
     source = random_source(ModelConfig(**SMALL))
     write_hf(source, tmp_path / "new")
     assert convert.verify(source, tmp_path / "new", "hf") < 1e-5

@@ -15,7 +15,6 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.config.options.deepspeed_file import leaves
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
-from tests.claims import claim
 from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
 from tools import ds_config
 
@@ -201,15 +200,12 @@ def test_validation_assumes_the_processes_that_the_batch_sizes_imply(
     assert ds_config.main(["validate", str(path)]) == status
 
 
-@claim(
-    "deepspeed",
-    "files for DeepSpeed 0.5 and later are migrated with the meaning that they had, and are valid "
-    "afterwards",
-)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_migrated_files_of_other_projects_are_valid(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Claim (deepspeed): files for DeepSpeed 0.5 and later are migrated with the meaning that they
+    had, and are valid afterwards"""
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text(PUBLISHED[name])
     assert ds_config.main(["migrate", str(old)]) == 0
@@ -276,12 +272,9 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--world-size" in capsys.readouterr().out
 
 
-@claim(
-    "deepspeed",
-    "`tools/ds_config.py` imports neither torch nor DeepSpeed on a CPU, and takes less than 3 "
-    "seconds",
-)
 def test_commands_need_neither_torch_nor_much_time(line: list[str]) -> None:
+    """Claim (deepspeed): `tools/ds_config.py` imports neither torch nor DeepSpeed on a CPU, and
+    takes less than 3 seconds"""
     lines = [
         " ".join(["generate", *line]),
         " ".join(["explain", *line]),

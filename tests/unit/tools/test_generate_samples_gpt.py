@@ -22,7 +22,6 @@ from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.inference.prompts import Prompt, read_prompt_file
 from megatron_ds.launch.ranks import distributed
 from megatron_ds.tokenizer import Tokenizer
-from tests.claims import claim
 from tests.problems import codes, fields, printed_codes, raises_problem
 from tools import generate_samples_gpt as tool
 
@@ -332,14 +331,11 @@ def test_flags_without_effect_are_warned_of(
     assert all(f"--{name.replace('_', '-')}" in shown for name in names or ())
 
 
-@claim(
-    "serving",
-    "the output of text generation never replaces the prompts' file, and an interruption loses "
-    "no text",
-)
 def test_output_must_not_replace_the_prompts(
     tmp_path: Path, codes_of: Codes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (serving): the output of text generation never replaces the prompts' file, and an
+    interruption loses no text"""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").write_text("a\n")
     (tmp_path / "in.out").symlink_to("in")
@@ -349,12 +345,9 @@ def test_output_must_not_replace_the_prompts(
     parse(*given, "--genfile", "other")
 
 
-@claim(
-    "serving",
-    "the output of text generation never replaces the prompts' file, and an interruption loses "
-    "no text",
-)
 def test_an_interrupted_output_leaves_the_file_and_keeps_the_texts(tmp_path: Path) -> None:
+    """Claim (serving): the output of text generation never replaces the prompts' file, and an
+    interruption loses no text"""
     path = tmp_path / "out"
     path.write_text("of an earlier run")
     options = parse("--load", tmp_path, "--num-samples", 2, "--sample-output-file", path)

@@ -18,7 +18,6 @@ from megatron_ds.checkpoint.universal.writer import convert_checkpoint
 from megatron_ds.conversion.registry import open_source
 from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.weights_folder import write_weights_folder
-from tests.claims import claim
 from tests.problems import printed_codes
 from tests.unit.checkpoint.fakes import flipped, truncated
 from tests.unit.checkpoint.native_writer import MODEL, STEPS, random_states, write_checkpoint
@@ -88,11 +87,9 @@ def test_the_text_shows_layers_as_one(saved: Path, run: Run) -> None:
     assert "layers.0.attention.qkv.weight" in every
 
 
-@claim(
-    "checkpoints",
-    "`inspect_checkpoint.py` compares weights and optimizer states across layouts and formats",
-)
 def test_layouts_with_the_same_states_are_equal(saved: Path, run: Run) -> None:
+    """Claim (checkpoints): `inspect_checkpoint.py` compares weights and optimizer states across
+    layouts and formats"""
     found = compared(run, saved / "one", saved / "four")
     count = len(random_states()["master"])
     kinds = ("weight", "master", "exp_avg", "exp_avg_sq")
@@ -115,13 +112,11 @@ def test_a_universal_checkpoint_equals_its_source(saved: Path, tmp_path: Path, r
         path.write_bytes(original)
 
 
-@claim(
-    "checkpoints",
-    "`inspect_checkpoint.py` compares weights and optimizer states across layouts and formats",
-)
 def test_differences_are_listed_by_tensor(
     tmp_path: Path, saved: Path, run: Run, states: Any
 ) -> None:
+    """Claim (checkpoints): `inspect_checkpoint.py` compares weights and optimizer states across
+    layouts and formats"""
     changed = {kind: {n: t.clone() for n, t in each.items()} for kind, each in states.items()}
     moment = changed["exp_avg"]["layers.1.mlp.fc_in.weight"]
     scale = float(moment.abs().max())
@@ -145,13 +140,11 @@ def test_differences_are_listed_by_tensor(
     assert "exp_avg layers.1.mlp.fc_in.weight: 1 of 256 values differ, by up to 0.25" in text
 
 
-@claim(
-    "checkpoints",
-    "`inspect_checkpoint.py` compares weights and optimizer states across layouts and formats",
-)
 def test_missing_names_types_and_shapes_are_differences(
     tmp_path: Path, run: Run, states: Any
 ) -> None:
+    """Claim (checkpoints): `inspect_checkpoint.py` compares weights and optimizer states across
+    layouts and formats"""
     model = random_model("llama")
     model.save_pretrained(tmp_path / "theirs")
     write_weights_folder(open_source(tmp_path / "theirs"), tmp_path / "ours")
@@ -209,15 +202,12 @@ def files_below(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-@claim(
-    "checkpoints",
-    "`inspect_checkpoint.py --verify` names every file with a flipped bit, truncated, missing or "
-    "unlisted, and stale pointers",
-)
 @pytest.mark.parametrize("change", [flipped, truncated])
 def test_any_flipped_bit_or_truncation_is_reported_with_its_file(
     saved: Path, tmp_path: Path, run: Run, change: Callable[[bytes, random.Random], bytes]
 ) -> None:
+    """Claim (checkpoints): `inspect_checkpoint.py --verify` names every file with a flipped bit,
+    truncated, missing or unlisted, and stale pointers"""
     folder = shutil.copytree(saved / "four", tmp_path / "save")
     draw = random.Random(1)
     files = list(files_below(folder / "global_step8"))
@@ -233,14 +223,11 @@ def test_any_flipped_bit_or_truncation_is_reported_with_its_file(
     assert problems_of(run, folder / "global_step8", status=0) == []
 
 
-@claim(
-    "checkpoints",
-    "`inspect_checkpoint.py --verify` names every file with a flipped bit, truncated, missing or "
-    "unlisted, and stale pointers",
-)
 def test_every_damaged_missing_and_unlisted_file_is_reported_at_once(
     saved: Path, tmp_path: Path, run: Run
 ) -> None:
+    """Claim (checkpoints): `inspect_checkpoint.py --verify` names every file with a flipped bit,
+    truncated, missing or unlisted, and stale pointers"""
     folder = shutil.copytree(saved / "four", tmp_path / "save")
     path = folder / "global_step8"
     (path / "mp_rank_00_model_states.pt").unlink()
@@ -255,16 +242,13 @@ def test_every_damaged_missing_and_unlisted_file_is_reported_at_once(
     assert all(any(name in text for text in texts) for name in names)
 
 
-@claim(
-    "checkpoints",
-    "`inspect_checkpoint.py --verify` names every file with a flipped bit, truncated, missing or "
-    "unlisted, and stale pointers",
-)
 @pytest.mark.parametrize("pointer", ["latest", "latest_checkpointed_iteration.txt"])
 @pytest.mark.parametrize("text", ["global_step9", "", "8\0", "global_step4"])
 def test_a_stale_pointer_is_reported(
     saved: Path, tmp_path: Path, run: Run, pointer: str, text: str
 ) -> None:
+    """Claim (checkpoints): `inspect_checkpoint.py --verify` names every file with a flipped bit,
+    truncated, missing or unlisted, and stale pointers"""
     folder = shutil.copytree(saved / "one", tmp_path / "save")
     (folder / pointer).write_text(text)
     assert len(problems_of(run, folder)) == 1

@@ -17,7 +17,6 @@ from megatron_ds.checkpoint.metadata import MANIFEST, RUN, manifest_text, read_m
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.safe_unpickle import read_dcp_metadata
 from megatron_ds.fileio.atomic import FileRecord
-from tests.claims import claim
 from tests.unit.checkpoint.native_writer import random_states, write_checkpoint
 from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.conversion.hf_models import random_model
@@ -80,7 +79,6 @@ def replace(path: Path, trap: Path) -> None:
         (path.parent / MANIFEST).write_text(manifest_text(files))
 
 
-@claim("checkpoints", "reading a checkpoint executes no code, whatever its files contain")
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("kind", ["native", "hf", "megatron", "deepspeed", "torch_dist"])
 def test_no_file_runs_code(
@@ -90,6 +88,7 @@ def test_no_file_runs_code(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Claim (checkpoints): reading a checkpoint executes no code, whatever its files contain"""
     module, arguments = TOOLS[tool]
     names = [path.relative_to(checkpoints[kind]) for path in pickles_below(checkpoints[kind])]
     assert len(names) > 0

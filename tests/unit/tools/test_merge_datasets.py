@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
-from tests.claims import claim
 from tests.problems import printed_codes
 from tests.token_files import write_texts
 from tests.unit.tools.conftest import Run, closed_stdout
@@ -25,10 +24,10 @@ def tokens(folder: Path, name: str, numbers: range, vocab_size: int = 100) -> st
     return f"{prefix}_text_document"
 
 
-@claim("data", "merging token files gives the bytes of preprocessing all text at once")
 def test_merged_files_equal_a_single_preprocessing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
+    """Claim (data): merging token files gives the bytes of preprocessing all text at once"""
     (tmp_path / "parts").mkdir()
     parts = [
         tokens(tmp_path / "parts", name, numbers)

@@ -19,7 +19,6 @@ from tokenizers.processors import TemplateProcessing
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress
-from tests.claims import claim
 from tests.problems import printed_codes
 from tests.token_files import write_texts
 from tests.unit.tools.conftest import Run
@@ -137,16 +136,15 @@ def test_errors_name_all_flags_and_leave_no_files(tmp_path: Path, run: Run) -> N
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
-@claim(
-    "data",
-    "an input file whose lines are all rejected ends the command with an error, after the others "
-    "are written",
-)
 @pytest.mark.parametrize("chunk_size", [1, 3, 512])
 def test_an_input_file_without_documents_is_an_error_after_the_others(
     tmp_path: Path, run: Run, chunk_size: int
 ) -> None:
-    """Also when the complete output is asked for again; blank files lose nothing."""
+    """Also when the complete output is asked for again; blank files lose nothing.
+
+    Claim (data): an input file whose lines are all rejected ends the command with an error, after
+    the others are written
+    """
     contents = {
         "a": '{"text": "1"}\n{"txt": "2"}\n{"txt": "2"}\n{"txt": "2"}\n{"txt": "2"}\n',
         "b": '{"txt": "2"}\n' * 4,

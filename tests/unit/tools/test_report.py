@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_ds.reports import charts
-from tests.claims import claim
 from tests.unit.reports.run_files import event, start, steps, write_run
 from tools import report
 
@@ -48,14 +47,12 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-@claim(
-    "logging",
-    "the charts and tables of a report are computed from the files of the runs, and its page "
-    "needs no other file",
-)
 def test_the_page_needs_nothing_else_and_describes_its_charts(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (logging): the charts and tables of a report are computed from the files of the runs,
+    and its page needs no other file"""
+
     def some_charts(*arguments: Any) -> list[charts.Chart]:
         found = charts_of(*arguments)
         return [each for each in found if each.name in SHOWN]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.claims import claim
 from tests.unit.reports.run_files import event, start, steps, write_run
 from tools import slurm
 
@@ -98,13 +97,11 @@ def test_a_run_is_submitted_once(run: Any, programs: Programs, tmp_path: Path) -
     assert "num-layers is required" in run("submit", folder, "--ranks-per-node", 1, status=2).err
 
 
-@claim(
-    "command-line",
-    "the settings of a job are validated for each number of its nodes before it is submitted",
-)
 def test_all_problems_are_reported_before_the_submission(
     run: Any, programs: Programs, tmp_path: Path
 ) -> None:
+    """Claim (command-line): the settings of a job are validated for each number of its nodes before
+    it is submitted"""
     words = ["--sbatch", "nodes=4", "--time", "1", "--save", "other", "--load", "hf:model"]
     shown = run(*submit_words(tmp_path), *words, "--tensor-model-parallel-size", 16, status=2).err
     assert {
@@ -131,11 +128,6 @@ def test_time_limits_are_read_as_sbatch_does(limit: str, seconds: int | None) ->
     assert slurm.seconds_of(limit) == seconds
 
 
-@claim(
-    "command-line",
-    "a job is queued again after a signal, a lost rank and a hang, and not after errors, at the "
-    "end of the run, or without progress",
-)
 @pytest.mark.parametrize(
     ("status", "iterations", "state", "expected"),
     [
@@ -155,7 +147,11 @@ def test_a_job_is_queued_again_while_its_run_may_continue(
     programs: Programs,
     tmp_path: Path,
 ) -> None:
-    """Each attempt before ended with 143, and left a checkpoint."""
+    """Each attempt before ended with 143, and left a checkpoint.
+
+    Claim (command-line): a job is queued again after a signal, a lost rank and a hang, and not
+    after errors, at the end of the run, or without progress
+    """
     words = ["--job", 7, *FLAGS, "--save", tmp_path]
     (tmp_path / "slurm.jsonl").write_text('{"event": "sub')  # the disk was full
     for number, iteration in enumerate(iterations, start=1):

@@ -12,7 +12,6 @@ from megatron_ds.train_state import TrainState
 from megatron_ds.training.loggers.csv_logger import CsvTable
 from megatron_ds.training.loggers.selection import open_loggers
 from megatron_ds.training.records import metrics_of
-from tests.claims import claim
 from tests.problems import printed_codes
 from tests.unit.training.logger_records import evaluation, step, task_results
 
@@ -53,8 +52,8 @@ def test_metrics_that_appear_later_get_columns(path: Path) -> None:
     assert column(path, "lm_loss") == ["9.0", "8.0", "", "", "7.0", "6.0"]
 
 
-@claim("logging", "so does `--metrics-csv`, whose columns are the metrics")
 def test_a_resumed_run_has_every_step_and_evaluation_once(path: Path) -> None:
+    """Claim (logging): so does `--metrics-csv`, whose columns are the metrics"""
     before = CsvTable(path, 0)
     before.log_steps([step(1), step(2)])
     before.log_eval(evaluation(2))

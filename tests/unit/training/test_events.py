@@ -1,4 +1,8 @@
-"""events.jsonl: what happened to a run besides its steps."""
+"""events.jsonl: what happened to a run besides its steps.
+
+Claim (logging): `events.jsonl` has the starts, checkpoints, warnings and end of a run that was
+killed and resumed, and the page and the live view show them
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,8 @@ import pytest
 from megatron_ds.config import Config
 from megatron_ds.launch import output
 from megatron_ds.training.loggers.events import EVENTS, EventLog
-from tests.claims import claim
 from tests.problems import printed_codes
 from tests.unit.training.logger_records import documented
-
-claim(
-    "logging",
-    "`events.jsonl` has the starts, checkpoints, warnings and end of a run that was killed and "
-    "resumed, and the page and the live view show them",
-)
 
 
 @pytest.fixture

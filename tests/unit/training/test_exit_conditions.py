@@ -12,7 +12,6 @@ from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process.stop_request import StopReason, StopRequest
 from megatron_ds.training import exit_conditions
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
-from tests.claims import claim
 
 Make = Callable[..., ExitConditions]
 
@@ -58,8 +57,8 @@ def test_exit_interval_stops_the_run(make: Make) -> None:
     assert conditions.after_step(11) is None
 
 
-@claim("logging", "the time left follows the batch size and ends at the next exit condition")
 def test_the_time_left_ends_with_the_allowed_minutes(make: Make, clock: list[float]) -> None:
+    """Claim (logging): the time left follows the batch size and ends at the next exit condition"""
     clock[0] = 1090.0
     assert [make().seconds_left(50.0), make().seconds_left(500.0)] == [50.0, 500.0]
     limited = make(exit_duration_in_mins=2.0)

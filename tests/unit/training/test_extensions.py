@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from megatron_ds.extend import Callback, Config, Extensions, Logger, TrainState
 from tests import public_names
-from tests.claims import claim
 
 
 class OwnLogger(Logger):
@@ -17,9 +16,11 @@ class OwnLogger(Logger):
         pass
 
 
-@claim("extension", "the public names and their arguments are frozen")
 def test_public_names_are_frozen() -> None:
-    """If this fails, programs of users may: `python -m tests.public_names` accepts the change."""
+    """If this fails, programs of users may: `python -m tests.public_names` accepts the change.
+
+    Claim (extension): the public names and their arguments are frozen
+    """
     assert public_names.GOLDEN.read_text() == public_names.public_names()
 
 
@@ -29,11 +30,6 @@ def test_parts_with_the_arguments_of_their_fields_are_accepted() -> None:
     assert [*extensions.problems()] == []
 
 
-@claim(
-    "extension",
-    "a part of the wrong type or with other arguments is reported before the start, with all "
-    "other problems",
-)
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [
@@ -48,5 +44,7 @@ def test_parts_with_the_arguments_of_their_fields_are_accepted() -> None:
     ],
 )
 def test_other_parts_are_problems(field: str, value: Any, code: str) -> None:
+    """Claim (extension): a part of the wrong type or with other arguments is reported before the
+    start, with all other problems"""
     (problem,) = Extensions(**{field: value}).problems()
     assert problem.code == code

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_ds.training.loggers.jsonl_logger import JsonLines
-from tests.claims import claim
 from tests.problems import printed_codes
 from tests.unit.training.logger_records import documented, evaluation, step, task_results
 
@@ -129,13 +128,10 @@ def test_a_last_line_without_newline_is_kept(path: Path) -> None:
     assert iterations(path) == [1, 2]
 
 
-@claim(
-    "checkpoints",
-    "a damaged line of `metrics.jsonl`, pointers that are no files and linked checkpoints stop "
-    "no resume",
-)
 @pytest.mark.parametrize("line", ["my notes", '{"iteration": 1e400}', "[" * 100_000, "{}"])
 def test_a_damaged_file_is_set_aside_and_its_records_are_kept(path: Path, line: str) -> None:
+    """Claim (checkpoints): a damaged line of `metrics.jsonl`, pointers that are no files and linked
+    checkpoints stop no resume"""
     content = f'{{"iteration": 1}}\n{line}\n{{"iteration": 2}}\n{{"iteration": 3}}\n'
     path.write_text(content, encoding="utf-8")
     logged: list[str] = []
@@ -154,13 +150,10 @@ def test_new_runs_keep_older_files_under_numbers(path: Path) -> None:
     assert iterations(path.with_name("metrics.jsonl.2")) == [1, 2]
 
 
-@claim(
-    "checkpoints",
-    "a `--save` folder that is removed during a save costs the checkpoints in it: the next save "
-    "creates it, and `metrics.jsonl` continues",
-)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_records_after_the_removal_of_the_folder_are_written(path: Path) -> None:
+    """Claim (checkpoints): a `--save` folder that is removed during a save costs the checkpoints in
+    it: the next save creates it, and `metrics.jsonl` continues"""
     folder = path.parent / "run"
     log = JsonLines(folder / path.name, 0)
     log.log_steps([step(1)])

@@ -1,4 +1,10 @@
-"""Loggers that the flags of a run open, and console lines, which scripts grep."""
+"""Loggers that the flags of a run open, and console lines, which scripts grep.
+
+Claim (logging): log lines have the format of the Megatron-DeepSpeed forks, and a short form on a
+terminal
+
+Claim (logging): a TensorBoard folder belongs to one run at a time, and its full disk is one warning
+"""
 
 from __future__ import annotations
 
@@ -30,18 +36,8 @@ from megatron_ds.training.loggers.selection import (
     time_details,
 )
 from megatron_ds.training.records import IntervalRecord, Logger
-from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results
-
-claim(
-    "logging",
-    "log lines have the format of the Megatron-DeepSpeed forks, and a short form on a terminal",
-)
-claim(
-    "logging",
-    "a TensorBoard folder belongs to one run at a time, and its full disk is one warning",
-)
 
 
 def config_with(**logging: object) -> Config:

@@ -34,7 +34,6 @@ from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.run import complete_settings
 from megatron_ds.training.start import preflight, rank_settings
-from tests.claims import claim
 from tests.problems import codes, fields
 from tests.token_files import write_pair
 from tests.unit.checkpoint.fakes import records_of
@@ -299,14 +298,12 @@ def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatc
     assert opened == ["tokenizer", "ended"]
 
 
-@claim(
-    "command-line",
-    "ranks that were started with different settings, versions or data do not train, and say "
-    "what differs; folders may differ",
-)
 def test_ranks_may_have_their_files_in_other_folders_and_nothing_else(
     folder: Path, tmp_path: Path
 ) -> None:
+    """Claim (command-line): ranks that were started with different settings, versions or data do
+    not train, and say what differs; folders may differ"""
+
     def described(line: str) -> dict[str, str]:
         config = check(line)[0]
         inputs = preflight.check(config, NOTHING, 1, True, lambda _: None)[1]

@@ -19,7 +19,6 @@ from megatron_ds.launch import output
 from megatron_ds.launch.device import memory_history
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.profile.profiling import Profiling, open_profiling, profile_folder
-from tests.claims import claim
 
 PROFILER = "megatron_ds.training.profile.profiler"
 
@@ -88,12 +87,9 @@ def test_other_ranks_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []
 
 
-@claim(
-    "logging",
-    "outside its steps a profile leaves functions and modules as they are, and imports no "
-    "profiler before",
-)
 def test_the_profiler_is_imported_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim (logging): outside its steps a profile leaves functions and modules as they are, and
+    imports no profiler before"""
     profile, _ = profiling(monkeypatch)
     monkeypatch.delitem(sys.modules, PROFILER)
     profile.before_step(1)

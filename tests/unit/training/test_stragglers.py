@@ -1,12 +1,12 @@
-"""Which ranks and hosts are reported as slow."""
+"""Which ranks and hosts are reported as slow.
+
+Claim (logging): `--log-straggler` names the ranks and hosts that wait least for the others
+"""
 
 from __future__ import annotations
 
 from megatron_ds.config import ProfilingConfig
 from megatron_ds.training.loggers.selection import time_details
-from tests.claims import claim
-
-claim("logging", "`--log-straggler` names the ranks and hosts that wait least for the others")
 
 TIMES = {"step": [10.0, 10.0, 10.0, 10.5], "communication": [6.0, 6.0, 2.0, 6.5]}
 HOSTS = ["a", "a", "b", "b"]

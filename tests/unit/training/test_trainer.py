@@ -26,7 +26,6 @@ from megatron_ds.training.exit_conditions import StopDecision
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
 from megatron_ds.training.trainer import Trainer
-from tests.claims import claim
 
 FIRST_STEP, STEP, EVALUATION, SAVE = 60.0, 2.0, 1000.0, 500.0
 SETTINGS = {
@@ -178,12 +177,9 @@ def test_a_save_knows_that_the_last_step_was_skipped(
     assert world.saves_after_skip == saved_after_skip
 
 
-@claim(
-    "non-finite",
-    "weights that are not finite are neither loaded nor saved, and no checkpoint is removed "
-    "after a skipped step",
-)
 def test_weights_that_are_not_finite_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim (non-finite): weights that are not finite are neither loaded nor saved, and no
+    checkpoint is removed after a skipped step"""
     world = World()
     world.diverges_in = 5
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
@@ -242,17 +238,14 @@ class Tasks:
         return [Result("choice", {"acc": 0.5}), Result("wiki", {"loss": 2.0}, is_perplexity=True)]
 
 
-@claim(
-    "serving",
-    "tasks are evaluated at the same iterations after a resume, and a request to stop interrupts "
-    "them",
-)
 @pytest.mark.parametrize(
     ("interval", "start", "evaluated"), [(None, 0, [2, 4, 6]), (4, 0, [4, 6]), (None, 3, [4, 6])]
 )
 def test_tasks_are_evaluated_at_their_interval_and_at_the_end(
     monkeypatch: pytest.MonkeyPatch, interval: int | None, start: int, evaluated: list[int]
 ) -> None:
+    """Claim (serving): tasks are evaluated at the same iterations after a resume, and a request to
+    stop interrupts them"""
     world, logger, tasks = World(), MagicMock(spec=Logger), Tasks()
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
     intervals = {"eval_interval": 2, "eval_tasks_interval": interval}
@@ -267,14 +260,11 @@ def test_tasks_are_evaluated_at_their_interval_and_at_the_end(
     assert losses == [(iteration, 2.0) for iteration in evaluated]
 
 
-@claim(
-    "serving",
-    "tasks are evaluated at the same iterations after a resume, and a request to stop interrupts "
-    "them",
-)
 def test_a_request_to_stop_interrupts_the_evaluation_of_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Claim (serving): tasks are evaluated at the same iterations after a resume, and a request to
+    stop interrupts them"""
     world, logger, tasks = World(), MagicMock(spec=Logger), Tasks()
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
     data = Datasets(cast("Any", world))
@@ -350,10 +340,12 @@ class Numbers:
         return str(position)
 
 
-@claim("parallel", "evaluations read each rank's own samples and average over all ranks")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_data_parallel_rank_reads_its_own_samples(rank: int) -> None:
-    """And losses are means over the ranks, whatever this rank's are."""
+    """And losses are means over the ranks, whatever this rank's are.
+
+    Claim (parallel): evaluations read each rank's own samples and average over all ranks
+    """
     reader, logger = Reader(), MagicMock(spec=Logger)
     make_trainer(
         reader,
@@ -410,12 +402,9 @@ def test_an_evaluation_weights_every_token_of_all_ranks_equally() -> None:
             assert loss == (own.total / own.weight if mean_over_dp is send else 7.0 / 4.0)
 
 
-@claim(
-    "non-finite",
-    "the samples of `--skip-train-iteration-range` are not trained on, and only the position in "
-    "the data advances",
-)
 def test_samples_of_skipped_iterations_are_not_trained_on(capsys: Any) -> None:
+    """Claim (non-finite): the samples of `--skip-train-iteration-range` are not trained on, and
+    only the position in the data advances"""
     reader, logger = Reader(), MagicMock(spec=Logger)
     data, skipped = Datasets(train=Numbers(0), progress=MagicMock()), ("4-5", "1", "5-9")
     trainer = make_trainer(

@@ -13,7 +13,6 @@ import pytest
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.loggers.selection import BestEffortLogger, open_loggers
-from tests.claims import claim
 from tests.problems import codes
 from tests.unit.training.logger_records import evaluation, step, task_results
 
@@ -93,11 +92,9 @@ def log_records(content: bytes) -> Iterator[bytes]:
             position += -position % 32768
 
 
-@claim(
-    "logging",
-    "a resumed run continues its run in Weights & Biases, with the values of metrics.jsonl",
-)
 def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
+    """Claim (logging): a resumed run continues its run in Weights & Biases, with the values of
+    metrics.jsonl"""
     log(tmp_path, range(1, 4), name="first")
     ((file, rows),) = histories(tmp_path, starts=1).items()
     assert Path(file).parents[1] == tmp_path / "wandb"
@@ -116,10 +113,11 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
     assert len({Path(each).stem for each in histories(tmp_path, starts=3)}) == 2
 
 
-@claim("logging", "Weights & Biases that cannot be reached costs a warning")
 def test_a_service_that_fails_costs_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (logging): Weights & Biases that cannot be reached costs a warning"""
+
     def fail(**settings: object) -> None:
         raise wandb.errors.CommError("no such host")
 

@@ -23,7 +23,6 @@ from megatron_ds.data.remote.block_cache import (
     BlockCache,
     BlockFile,
 )
-from tests.claims import claim
 
 BLOCK = 4096
 SIZE = 100 * BLOCK - 7
@@ -56,11 +55,9 @@ def held(file: BlockFile) -> list[int]:
     return np.flatnonzero(file.marks[:-1]).tolist()
 
 
-@claim(
-    "samples",
-    "the cache of a node keeps its limit, also while loader processes read files that are larger",
-)
 def test_blocks_stay_within_the_limit_and_have_their_content(cache: BlockCache) -> None:
+    """Claim (samples): the cache of a node keeps its limit, also while loader processes read files
+    that are larger"""
     files = [new_file(cache, "a"), new_file(cache, "b")]
     for block in range(100):
         for seed, file in enumerate(files):
@@ -134,15 +131,12 @@ def truncate(path: Path) -> None:
     os.truncate(path, SIZE)
 
 
-@claim(
-    "samples",
-    "a killed process leaves no wrong block in it; damage is recognized by the next run and "
-    "downloaded again",
-)
 @pytest.mark.parametrize("damage", [flip, truncate])
 def test_damage_between_two_runs_is_recognized(
     cache: BlockCache, damage: Callable[[Path], None]
 ) -> None:
+    """Claim (samples): a killed process leaves no wrong block in it; damage is recognized by the
+    next run and downloaded again"""
     file = new_file(cache, "a")
     for block in (3, 4, 5):
         cache.store(file, block, content(block))
@@ -169,12 +163,9 @@ def test_a_block_is_marked_last(cache: BlockCache, monkeypatch: pytest.MonkeyPat
     assert not file.map_content().any()
 
 
-@claim(
-    "samples",
-    "a killed process leaves no wrong block in it; damage is recognized by the next run and "
-    "downloaded again",
-)
 def test_a_killed_process_leaves_no_wrong_block(cache: BlockCache) -> None:
+    """Claim (samples): a killed process leaves no wrong block in it; damage is recognized by the
+    next run and downloaded again"""
     file = new_file(cache, "a")
 
     def fill(seed: int) -> None:

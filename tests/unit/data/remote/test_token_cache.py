@@ -22,7 +22,6 @@ from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems
 from megatron_ds.fileio import object_store
-from tests.claims import claim
 from tests.object_server import FolderServer
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
@@ -87,16 +86,13 @@ def samples(train: TokenDataset, workers: int, consumed: int = 0) -> npt.NDArray
     return np.concatenate([row for row in rows if row is not None])
 
 
-@claim(
-    "samples",
-    "token files by URL give the samples of local ones, with loader processes or without, and "
-    "each block is downloaded once per node; a resume on another node continues with the same "
-    "samples",
-)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_equal_those_of_local_files_and_each_block_comes_once(
     workers: int, server: FolderServer, folder: Path, tmp_path: Path
 ) -> None:
+    """Claim (samples): token files by URL give the samples of local ones, with loader processes or
+    without, and each block is downloaded once per node; a resume on another node continues with the
+    same samples"""
     local = samples(dataset(folder), workers)
     train = dataset(URL, new_cache(tmp_path))
     assert samples(train, workers).tolist() == local.tolist()
@@ -115,13 +111,11 @@ def test_samples_equal_those_of_local_files_and_each_block_comes_once(
     assert {name[:5] for name in server.requests[before:]} == {"HEAD "}
 
 
-@claim(
-    "samples",
-    "the cache of a node keeps its limit, also while loader processes read files that are larger",
-)
 def test_a_cache_that_is_smaller_than_the_data_keeps_its_limit(
     server: FolderServer, folder: Path, tmp_path: Path
 ) -> None:
+    """Claim (samples): the cache of a node keeps its limit, also while loader processes read files
+    that are larger"""
     limit = 70 * PAGE
     train, largest, done = dataset(URL, new_cache(tmp_path, limit, PAGE)), 0, threading.Event()
 
@@ -142,14 +136,11 @@ def test_a_cache_that_is_smaller_than_the_data_keeps_its_limit(
     assert limit / 2 < largest <= limit + 16 * PAGE
 
 
-@claim(
-    "samples",
-    "a token file that is replaced in its store during a run, or a store that fails for long, is "
-    "an error with the URL",
-)
 def test_a_failing_store_is_tried_again_then_named(
     server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Claim (samples): a token file that is replaced in its store during a run, or a store that
+    fails for long, is an error with the URL"""
     data = IndexedDataset(f"{URL}/web", new_cache(tmp_path))
     server.failing = 503
     threading.Timer(0.5, lambda: setattr(server, "failing", None)).start()
@@ -159,14 +150,11 @@ def test_a_failing_store_is_tried_again_then_named(
         data.tokens[:]
 
 
-@claim(
-    "samples",
-    "a token file that is replaced in its store during a run, or a store that fails for long, is "
-    "an error with the URL",
-)
 def test_a_file_that_is_replaced_during_a_run_is_an_error(
     server: FolderServer, folder: Path, tmp_path: Path
 ) -> None:
+    """Claim (samples): a token file that is replaced in its store during a run, or a store that
+    fails for long, is an error with the URL"""
     cache = new_cache(tmp_path)
     data = IndexedDataset(f"{URL}/web", cache)
     first = data.get(0)
@@ -182,14 +170,11 @@ def test_a_file_that_is_replaced_during_a_run_is_an_error(
         cache._download_index(f"{URL}/web", tmp_path)
 
 
-@claim(
-    "samples",
-    "a killed process leaves no wrong block in it; damage is recognized by the next run and "
-    "downloaded again",
-)
 def test_a_damaged_copy_is_downloaded_again(
     server: FolderServer, folder: Path, tmp_path: Path
 ) -> None:
+    """Claim (samples): a killed process leaves no wrong block in it; damage is recognized by the
+    next run and downloaded again"""
     prefix, expected = f"{URL}/web", IndexedDataset(folder / "web").tokens.tolist()
     data = IndexedDataset(prefix, new_cache(tmp_path))
     data.warm_up()
