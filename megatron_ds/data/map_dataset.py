@@ -1,4 +1,4 @@
-"""A program's own dataset as the samples of a run: its items in another order in each epoch.
+"""A program's own dataset, or a mock one, as the samples of a run, shuffled in each epoch.
 
 Knows no ranks and no torch.
 """
@@ -17,6 +17,25 @@ from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset
 from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.sample_index import IntArray
 from megatron_ds.tokenizer import Tokenizer
+
+MOCK_ITEMS = 100_000
+"""Items of a mock dataset, as in Megatron."""
+
+
+class MockDataset:
+    """Random tokens, which seed, split and index determine. Implements `MapStyle`."""
+
+    def __init__(self, request: DatasetRequest) -> None:
+        self._request = request
+
+    def __len__(self) -> int:
+        return MOCK_ITEMS
+
+    def __getitem__(self, index: int) -> SampleArray:
+        request = self._request
+        rng = np.random.default_rng([request.seed, *request.split.encode(), index])
+        size = request.seq_length + 1
+        return rng.integers(request.tokenizer.vocab_size, size=size, dtype=np.int32)
 
 
 class MapDataset:

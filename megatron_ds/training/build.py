@@ -20,7 +20,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.blend.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.data.build_datasets import Datasets, build_datasets
-from megatron_ds.data.map_dataset import build_own_datasets
+from megatron_ds.data.map_dataset import MockDataset, build_own_datasets
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.evaluation.in_training import TaskEvaluation
@@ -235,9 +235,10 @@ def _build_data(parts: RunParts, start: _Start) -> Datasets:
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         print_detail(config, f"    {name + ':':<12}{samples}")
     history = None if start.checkpoint is None else start.checkpoint.run.data
-    if parts.extensions.dataset is not None:
+    own_data = parts.extensions.dataset or (MockDataset if config.data.mock_data else None)
+    if own_data is not None:
         return build_own_datasets(
-            parts.extensions.dataset,
+            own_data,
             seq_length=config.model.seq_length,
             seed=config.runtime.seed,
             num_samples=num_samples,

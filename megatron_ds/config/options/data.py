@@ -84,6 +84,9 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = _file(
         "file with the values of --test-weighted-split-paths, each group in quotes"
     )
+    mock_data: bool = option_field(
+        False, "train on random tokens instead of token files; the tokenizer gives their range"
+    )
     data_cache_path: str | None = option_field(
         None,
         "folder of the index cache (default: index-cache next to the data, or in --save if the "
@@ -147,8 +150,13 @@ class DataConfig:
         for names in (shared, *by_split.values()):
             if len(names) > 1:
                 yield exclusive_problem(*names)
+        named = [*shared, *listed, *separate]
         if has_own_data:
-            yield from (Problem("data-replaced", name) for name in (*shared, *listed, *separate))
+            mock = ["mock_data"] if self.mock_data else []
+            yield from (Problem("data-replaced", name) for name in named + mock)
+        elif self.mock_data:
+            if named:
+                yield exclusive_problem("mock_data", *named)
         elif is_read and not shared and not listed and not by_split["train"]:
             yield Problem("training-data-required")
         if self.split is not None and by_split["train"] and not by_split["valid"]:

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.dataset_request import DatasetRequest
-from megatron_ds.data.map_dataset import MapDataset, build_own_datasets
+from megatron_ds.data.map_dataset import MapDataset, MockDataset, build_own_datasets
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.parallel.mesh import Mesh
@@ -96,3 +96,19 @@ def test_masked_tokens_are_inputs_without_loss_as_labels(eod: int | None, mask: 
     assert batch.labels_BS.tolist() == [[2, 3, 4]]
     assert batch.loss_mask_BS is not None
     assert batch.loss_mask_BS.tolist() == [mask]
+
+
+def test_mock_data_is_a_function_of_seed_split_and_position() -> None:
+    def tokens(seed: int, split: str) -> list[list[int]]:
+        settings = {"seq_length": 5, "num_samples": (20, 20, 0), "tokenizer": NullTokenizer(99)}
+        data = build_own_datasets(MockDataset, seed=seed, history=None, consumed=0, **settings)  # type: ignore[arg-type]
+        dataset = data.train if split == "train" else data.valid[""]
+        assert dataset is not None
+        return [dataset[position].tolist() for position in (7, 0, 19)]
+
+    first = tokens(1, "train")
+    assert first == tokens(1, "train")
+    assert first not in (tokens(2, "train"), tokens(1, "validation"))
+    drawn = [token for row in first for token in row]
+    assert len(set(drawn)) > 9
+    assert max(drawn) < 100
