@@ -13,6 +13,8 @@ from torch import Tensor
 
 VOCAB = 50
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+PROMPTS = [TOKENS[0, :11].tolist(), TOKENS[1, :3].tolist()]
+"""Longer and shorter than the windows below."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -35,7 +37,7 @@ GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 12, "s
 GPT_OSS |= {"router_aux_loss_coef": 0.0}
 GLM = {"n_routed_experts": 8, "moe_intermediate_size": 24, "n_shared_experts": 2}
 GLM |= {"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "pad_token_id": None}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
 NEOX = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64}
 HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
@@ -222,3 +224,10 @@ def logits_of(model: Any, tokens: Tensor = TOKENS) -> Tensor:
     with torch.no_grad():
         found: Tensor = model(tokens).logits
     return found
+
+
+def greedy_ids(model: Any, prompt: list[int], new: int) -> list[int]:
+    """The ids that transformers appends to a prompt, whatever they are."""
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = model.generate(torch.tensor([prompt]), max_new_tokens=new, **settings)[0]
+    return [*ids[len(prompt) :].tolist()]

@@ -27,6 +27,9 @@ from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG, SETTINGS, is_hf
 from megatron_ds.engine.states.state_reader import TensorReader
+from megatron_ds.inference.generate import generate
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.position_embedding import rope_rates
@@ -36,9 +39,11 @@ from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.conversion.hf_models import (
     LLAMA3,
     MODELS,
+    PROMPTS,
     TOKENS,
     VOCAB,
     YARN,
+    greedy_ids,
     load_strictly,
     logits_of,
     random_model,
@@ -82,11 +87,12 @@ def assert_same_files(found: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
-    """Equal logits to 1e-5 of the largest; the tensors are the same files' after both ways.
+    """Equal logits to 1e-5 of the largest, equal texts, and the same files after both ways.
 
     Claim (conversion): a model of each Hugging Face family gives the logits of `transformers` here,
     and its tensors come back byte by byte into a folder that `from_pretrained` loads without a
-    missing or unexpected weight
+    missing or unexpected weight; its greedy text, of one prompt and of a batch of prompts of
+    several lengths, is that of `generate` of `transformers`
     """
     model = random_model(name)
     model.save_pretrained(tmp_path / "theirs")
@@ -97,7 +103,12 @@ def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     again = open_weights_folder(tmp_path / "ours")
     write_hf(again, tmp_path / "again", WriteOptions(shard_bytes=10_000))
 
-    assert (logits(source, TOKENS) - expected).abs().max() / expected.abs().max() < 1e-5
+    ours = load_model(source, Mesh.single(), torch.device("cpu"))
+    assert (ours(TOKENS)[..., :VOCAB] - expected).abs().max() / expected.abs().max() < 1e-5
+    texts = [greedy_ids(model, prompt, 12) for prompt in PROMPTS]
+    greedy = GenerationConfig(12, SamplingParams(greedy=True))
+    assert generate(ours, PROMPTS, greedy) == texts
+    assert generate(ours, PROMPTS[:1], greedy) == texts[:1]
     assert_same_files(tmp_path / "again", tmp_path / "theirs")
     loaded = load_strictly(tmp_path / "again")
     assert torch.equal(logits_of(loaded), expected)
