@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor
 from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.engine import readback
 from megatron_ds.engine.deepspeed import nvme_states
 from megatron_ds.engine.deepspeed import patches as deepspeed_patches
@@ -50,10 +51,13 @@ from megatron_ds.model.kernels.compiled_layers import try_layers
 from megatron_ds.model.kernels.elementwise import compile_elementwise
 from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.model.mlp import TiledMLP
+from megatron_ds.model.spec.architecture import param_group_problems
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.half_products import replace_slow_products
 from megatron_ds.parallel.mesh import Mesh, Mpu
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.sharding import declaration
 
 
 def build_engine(
@@ -171,6 +175,10 @@ def _initialize(
     config: Config, mesh: Mesh, ds_config: dict[str, Any], module: GPTModel | PipelineStage
 ) -> tuple[Any, tuple[Multipliers, ...]]:
     """Build DeepSpeed's engine and optimizer, with the factors of each parameter group."""
+    if config.optimizer.param_group:
+        names = [declaration(name, weight).name for name, weight in module.named_parameters()]
+        everywhere = itertools.chain(*gather_objects(names, mesh.pp))
+        raise_if_any(param_group_problems(config, everywhere))
     groups, multipliers = parameter_groups(
         module, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
     )

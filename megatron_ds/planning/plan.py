@@ -16,7 +16,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.ds_config.generate import build_ds_config
-from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.model.spec.architecture import model_spec, param_group_problems
 from megatron_ds.model.spec.parts import FP32
 from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
@@ -165,9 +165,10 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         hardware: Their devices.
 
     Raises:
-        UserError: If the padded vocabulary does not fit.
+        UserError: If the padded vocabulary does not fit, or a pattern of names matches no weight.
     """
     raise_if_any(config.model.padding_problems(config.parallel.tensor_model_parallel_size))
+    raise_if_any(param_group_problems(config))
     dp_size = config.parallel.data_parallel_size(world_size)
     axes = config.axis_sizes
     sizes = {name: axes.get(f"{name}_size", dp_size // axes["ep_size"]) for name in AXES}

@@ -191,6 +191,10 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
         adam_eps=1e-3,
         weight_decay=0.1,
         embedding_weight_decay=0.4,
+        param_group=(
+            "pattern=layers.*.attention.qkv.*,lr=1.5x,wd=0.05",
+            "pattern=layers.1.*,lr=1.25x,wd=0.2",
+        ),
         clip_grad=0.1,
     ),
 }

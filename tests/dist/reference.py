@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
+import re
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -175,7 +177,8 @@ def train_reference(
             limit = config.optimizer.clip_grad or float("inf")
             run.norms.append(clip_grad_norm_(model.parameters(), limit).item())
             for group in optimizer.param_groups:
-                group["lr"] = plan.decoupled_lr if group.get("is_decoupled") else plan.lr
+                rate = plan.decoupled_lr if group.get("is_decoupled") else plan.lr
+                group["lr"] = rate * group.get("lr_scale", 1.0)
             run.rates.append(plan.lr)
             if isinstance(optimizer, Lion):
                 run.undecided = optimizer.undecided(named, run.undecided)
@@ -335,6 +338,14 @@ def _optimizer(
         {"params": others, "weight_decay": 0.0},
         *special,
     ]
+    names = {p: name for name, p in named.items()}
+    groups += [
+        {**group, "params": [group["params"].pop(index)], "lr_scale": scale, "weight_decay": decay}
+        for pattern, scale, decay in _named_rates(options)
+        for group in groups
+        for index in reversed(range(len(group["params"])))
+        if re.fullmatch(pattern, names.get(group["params"][index], ""))
+    ]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
     if options.optimizer == "lion":
@@ -344,6 +355,13 @@ def _optimizer(
     return torch.optim.AdamW(
         groups, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps
     )
+
+
+def _named_rates(options: OptimizerConfig) -> list[tuple[str, float, float]]:
+    """Patterns of names, factors of the learning rate and weight decays of --param-group."""
+    form = re.compile("pattern=(.*),lr=(.*)x,wd=(.*)")
+    values = [form.fullmatch(text).groups() for text in options.param_group or ()]  # type: ignore[union-attr]
+    return [(fnmatch.translate(name), float(lr), float(decay)) for name, lr, decay in values]
 
 
 def _copy(tensors: dict[str, Any]) -> Tensors:

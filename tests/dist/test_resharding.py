@@ -171,6 +171,8 @@ CPU, BOTH = (
     {"deepspeed": {"cpu_optimizer": True, **more}} for more in ({}, {"remote_device": "cpu"})
 )
 NVME = {"deepspeed": {"nvme_optimizer": True}}
+BY_NAME = {"param_group": ("pattern=layers.1.mlp.*,lr=1.0000001x",)}
+"""Another group of parameters, whose step is that of the others within the tolerance."""
 FAMILIES: dict[str, dict[str, Layout]] = {
     "experts": {
         "zero0": Layout(0, world=1, changes=MOE),
@@ -230,7 +232,7 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "more padding": Layout(
             1,
             tp=2,
-            changes={"model": {"make_vocab_size_divisible_by": 70}},
+            changes={"model": {"make_vocab_size_divisible_by": 70}, "optimizer": BY_NAME},
             zero={"parameter_alignment": True},
         ),
     },

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.fields import ANY_VALUE, UNSET_FLOAT, option_field, when
+from megatron_ds.config.options import param_group
+from megatron_ds.config.options.param_group import ParamGroup
 from megatron_ds.config.problems import Problem
 
 MUON_BATCH = 2**25
@@ -80,6 +82,15 @@ class OptimizerConfig:
         "schedule of --weight-decay (default: --weight-decay)",
         minimum=0,
     )
+    param_group: tuple[str, ...] | None = option_field(
+        None,
+        "learning rate and weight decay of the weights whose names match a pattern with * and ?: "
+        "'pattern=layers.*.mlp.*,lr=1e-4,wd=0.05', or factors such as lr=0.1x; of several "
+        "patterns the first that matches, see docs/training/zero.md",
+        nargs="*",
+        metavar="GROUP",
+        repeatable=True,
+    )
     start_weight_decay: float | None = option_field(
         None, "initial weight decay (default: --weight-decay)", minimum=0
     )
@@ -128,8 +139,16 @@ class OptimizerConfig:
             for name in names
         }
 
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """The values of --param-group."""
+        return [ParamGroup.parse(text) for text in self.param_group or ()]
+
     def problems(self) -> Iterator[Problem]:
         """Check that a scheduled weight decay has a start and an end, and an embedding's a base."""
+        rates = {"lr": self.lr, "weight_decay": self.weight_decay}
+        for text, reason in param_group.problems(self.param_group or (), **rates):
+            yield Problem("param-group-invalid", text=text, reason=reason)
         if self.embedding_weight_decay and not self.weight_decay:
             yield Problem("embedding-weight-decay-without-weight-decay", settings=self)
         if self.weight_decay_incr_style == "constant":

@@ -42,15 +42,25 @@ def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
     decay, embedding_decay = options.weight_decay, options.embedding_weight_decay
     # Without weight decay, embeddings have none, either.
     embeddings = 1.0 if embedding_decay is None or not decay else embedding_decay / decay
+    named = options.param_groups
 
     def rule(weight: Weight) -> Multipliers:
         factors, role = decay_matrices_only(weight), weight.role
         if role in (Role.WORDS, Role.POSITIONS):
             factors = factors._replace(weight_decay=embeddings)
-        return factors._replace(
+        factors = factors._replace(
             is_matrix=options.optimizer == "muon" and role is Role.MATRIX,
             is_decoupled=options.decoupled_lr is not None and role in (Role.WORDS, Role.OUTPUT),
         )
+        group = next((group for group in named if group.matches(weight.name)), None)
+        if group is not None and (lr := group.lr) is not None:
+            factors = factors._replace(
+                lr=lr.factor(factors.lr, options.lr),
+                is_decoupled=factors.is_decoupled and lr.is_factor,
+            )
+        if group is not None and group.wd is not None:
+            factors = factors._replace(weight_decay=group.wd.factor(factors.weight_decay, decay))
+        return factors
 
     return rule
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig
+from megatron_ds.config.options import param_group
+from megatron_ds.config.problems import Problem
 from megatron_ds.model.spec.experts import ExpertsSpec
 from megatron_ds.model.spec.latent import MLASpec
 from megatron_ds.model.spec.parts import (
@@ -168,6 +170,21 @@ def run_spec(config: Config) -> ModelSpec:
     """The model of a run; see `model_spec`."""
     tp_size = config.parallel.tensor_model_parallel_size
     return model_spec(config.model, config.moe, tp_size, config.expert_parallel_size)
+
+
+def param_group_problems(config: Config, names: Iterable[str] | None = None) -> Iterator[Problem]:
+    """Check that every pattern of --param-group applies to a weight.
+
+    Args:
+        config: Configuration without other problems.
+        names: Names of all weights. None: those of the package's own layers, if it has them.
+    """
+    texts = config.optimizer.param_group or ()
+    if texts and (names is not None or "layer" not in config.custom_parts):
+        weights = run_spec(config).weights().items()
+        names = names or [name for name, weight in weights if not is_state(weight)]
+        for text, reason in param_group.unused(texts, names):
+            yield Problem("param-group-invalid", text=text, reason=reason)
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,9 +15,10 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
+from megatron_ds.engine.optimizers.param_groups import multiplier_rule
 from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.model.norm import select_norm_kernel
-from megatron_ds.model.spec.architecture import Layer, is_matrix, model_spec
+from megatron_ds.model.spec.architecture import Layer, is_matrix, is_state, model_spec, run_spec
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate
@@ -240,6 +241,7 @@ def _engine_settings(facts: BannerData) -> Lines:
         f"{options.lr:g}{decoupled}, weight decay {decay}, "
         f"gradient clipping {settings.clip_grad:g}"
     )
+    groups = [("" if index else "groups", line) for index, line in enumerate(_groups(facts))]
     types = (
         f"parameters {settings.param_dtype}; gradients summed in {settings.accumulation_dtype}, "
         f"averaged over ranks in {settings.reduction_dtype}; master weights {settings.master_dtype}"
@@ -248,10 +250,36 @@ def _engine_settings(facts: BannerData) -> Lines:
     return [
         ("ZeRO", zero),
         ("optimizer", optimizer),
+        *groups,
         ("data types", types),
         ("loss scale", str(settings.loss_scale or "none")),
         ("recompute", _recompute(facts.config) + tiles),
     ]
+
+
+def _groups(facts: BannerData) -> Iterator[str]:
+    """What --param-group sets for which parameters, and what the others have."""
+    options, mesh = facts.config.optimizer, facts.mesh
+    if not options.param_group:
+        return
+    spec, rule = run_spec(facts.config), multiplier_rule(options)
+    sizes = Counter[tuple[str, float, float]]()
+    for weight in spec.weights().values():
+        if not is_state(weight):
+            patterns = (
+                group.pattern for group in options.param_groups if group.matches(weight.name)
+            )
+            factors = rule(weight)
+            base = options.decoupled_lr if factors.is_decoupled else options.lr
+            rates = (base or 0.0) * factors.lr, options.weight_decay * factors.weight_decay
+            sizes[next(patterns, "all other weights"), *rates] += weight.size(
+                mesh.tp.size, mesh.ep.size
+            )
+    for (pattern, lr, decay), size in sizes.items():
+        yield (
+            f"{pattern}: {size:,} parameters{_per_rank(mesh)}, learning rate {lr:g} "
+            f"({lr / options.lr if options.lr else 1:g}x), weight decay {decay:g}"
+        )
 
 
 def _elements(sizes: Counter[int]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
-from megatron_ds.config import ModelConfig, MoEConfig, OptimizerConfig
+from megatron_ds.config import Config, ModelConfig, MoEConfig, OptimizerConfig
+from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.optimizers.param_groups import (
     Multipliers,
     keep_settings_on_load,
@@ -14,10 +17,14 @@ from megatron_ds.engine.optimizers.param_groups import (
     reused_states,
     set_lr_and_weight_decay,
 )
-from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.model.spec.architecture import model_spec, param_group_problems
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import declare
 from megatron_ds.parallel.weights import Role, Weight
+from tests.problems import raises_problem
+
+DIMENSIONS = ("hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+SIZES: dict[str, int] = {"num_layers": 1, **dict.fromkeys(DIMENSIONS, 4)}
 
 
 def test_default_rule_decays_matrices_only() -> None:
@@ -31,8 +38,7 @@ def test_default_rule_decays_matrices_only() -> None:
 
 def test_muon_updates_the_matrices_of_layers_and_stacked_ones() -> None:
     rule = multiplier_rule(OptimizerConfig(optimizer="muon"))
-    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 2, "seq_length": 4}
-    config = ModelConfig(**sizes, vocab_size=8)
+    config = ModelConfig(**SIZES)
     weights = model_spec(config, MoEConfig(num_experts=(4,))).weights()
     matrices = [name for name, weight in weights.items() if rule(weight).is_matrix]
     assert [name.removeprefix("layers.0.") for name in matrices] == [
@@ -102,6 +108,27 @@ def test_embeddings_and_output_layer_may_have_their_own_settings() -> None:
     undecayed = OptimizerConfig(lr=1.0, weight_decay=0.5, embedding_weight_decay=0.0)
     assert settings_of(Named(), undecayed)["embedding.word.weight"] == (0.5, 0.0)
     assert settings_of(Named(), undecayed)["head.weight"] == (0.5, 0.25)
+
+
+def test_the_first_pattern_that_matches_a_name_sets_its_rates() -> None:
+    groups = "layers.*.bias,wd=0.1", "layers.*,lr=0.1x", "*.w*,lr=2.0,wd=0.5x", "head*,lr=0,wd=0"
+    options = OptimizerConfig(lr=1.0, weight_decay=0.5, decoupled_lr=3.0, embedding_weight_decay=2)
+    options = dataclasses.replace(options, param_group=tuple(f"pattern={one}" for one in groups))
+    assert settings_of(Named(), options) == {
+        "embedding.word.weight": (1.0, 0.5),
+        "embedding.position.weight": (1.0, 0.5),
+        "layers.0.weight": (0.05, 0.25),
+        "layers.0.bias": (0.5, 0.05),
+        "head.weight": (1.0, 0.125),
+    }
+    config = Config().with_values({**SIZES, "param_group": options.param_group[:2]})
+    assert list(param_group_problems(config)) == []
+    for texts, words in (
+        (("pattern=*.q_proj.weight,lr=1",), "layers.0.attention.proj.weight"),
+        (("pattern=layers.*,lr=1", "pattern=layers.0.*,lr=2"), "layers.0.*,lr=2: earlier patterns"),
+    ):
+        with raises_problem("param-group-invalid", contains=words):
+            raise_if_any(param_group_problems(config.with_values({"param_group": texts})))
 
 
 def test_parameter_partitioned_by_zero3_is_grouped_by_its_original_shape() -> None:

@@ -193,6 +193,20 @@ def test_banner_counts_the_parameters_that_muon_updates() -> None:
     assert f"AdamW on {others.total()} other parameters ({elements:,} elements), betas" in text
 
 
+def test_banner_shows_the_groups_of_parameters_by_name() -> None:
+    groups = ("pattern=layers.*.mlp.*,lr=0.1x,wd=0.2", "pattern=final_norm.*,lr=3e-3")
+    text = words(CONFIG.with_values({"param_group": groups}))
+    mlp = sum(
+        weight.size(2)
+        for name, weight in model_spec(CONFIG.model, tp_size=2).weights().items()
+        if ".mlp." in name
+    )
+    rates = "per model-parallel rank, learning rate"
+    assert f"layers.*.mlp.*: {mlp:,} parameters {rates} 3e-05 (0.1x), weight decay 0.2" in text
+    assert f"final_norm.*: 2,048 parameters {rates} 0.003 (10x), weight decay 0" in text
+    assert "all other weights:" in text
+
+
 def test_banner_of_lion_has_no_epsilon() -> None:
     lion = dataclasses.replace(SETTINGS, optimizer="Lion", betas=(0.9, 0.99), epsilon=None)
     assert "Lion, betas 0.9 0.99, learning rate" in words(settings=lion)
