@@ -42,6 +42,7 @@ class Flag(OptionSpec):
         const: Value that a flag without values sets.
         yields_to: Values of the field that take precedence if another flag gives them.
         needs: Name of a field that must be given with the flag.
+        family: What a refused flag belongs to, if that is not the pretraining of GPTs.
     """
 
     names: tuple[str, ...]
@@ -53,6 +54,7 @@ class Flag(OptionSpec):
     accepted_values: tuple[str, ...] = ()
     yields_to: tuple[str, ...] = ()
     needs: str = ""
+    family: str = ""
 
     @property
     def label(self) -> str:
@@ -142,9 +144,10 @@ class FlagTable:
     def find(self, option: str) -> Flag | None:
         """The flag that is written so, also if it is only known by how its name begins."""
         name = dashed(option)
+        explained = name in self.same or name in self.advice
         families = (flag for flag in self.foreign if flag.names[0].endswith(FAMILY))
         like = (item for item in families if name.startswith(item.names[0].removesuffix(FAMILY)))
-        return self.by_name.get(name) or next(like, None)
+        return self.by_name.get(name) or (None if explained else next(like, None))
 
     @functools.cached_property
     def by_field(self) -> Mapping[str, Flag]:
@@ -178,7 +181,7 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
         peers: Section of megatron_flags.toml. Defaults to the program's name.
     """
     section = _peer_flags().get(peers or program.removesuffix(".py"), {})
-    groups = tuple(_groups(options(), "options", {}))
+    groups = tuple(_with_aliases(_groups(options(), "options", {}), section.get("aliases", {})))
     if "sets" in section:
         hidden = any(group.hidden for group in groups)
         groups += (FlagGroup(FIXED_TITLE, tuple(_fixed_values(section["sets"])), hidden),)
@@ -191,6 +194,16 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
         for entry in section.get("dialect", ())
     )
     return FlagTable(program, groups, tuple(_foreign(section)), references, same, advice, dialects)
+
+
+def _with_aliases(groups: Iterable[FlagGroup], aliases: Mapping[str, str]) -> Iterator[FlagGroup]:
+    """The groups, whose flags also have their names in other trainers."""
+    for group in groups:
+        flags = (
+            dataclasses.replace(flag, names=(*flag.names, *aliases.get(flag.names[0], "").split()))
+            for flag in group.flags
+        )
+        yield dataclasses.replace(group, flags=tuple(flags))
 
 
 def _by_name(names: Mapping[str, str]) -> dict[str, str]:
@@ -320,5 +333,6 @@ def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
                         nargs=nargs,
                         accepted_values=accepted,
                         needs=entry.get("requires", ""),
+                        family=entry.get("family", ""),
                         metavar="X",
                     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import pkgutil
 import sys
+import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ from megatron_ds.cli.help import default_of, explanation, other_names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "docs" / "reference" / "flags.md"
+TODAY = REPOSITORY / "tests" / "golden" / "today_flags.txt"
 
 HEAD = """\
 # Flags
@@ -51,6 +54,22 @@ REFUSED = """\
 These flags would change the run, or request what does not exist. They end the program before it
 starts, with the message of the second column.
 """
+COUNTS = """\
+## Flags of today's trainers
+
+The number of flags by what is done with them, for Megatron-LM's branches main and dev of August
+2026, and for what MindSpeed-LLM (`pretrain_gpt.py`) and Primus (keys of its YAML, read by
+`tools/doctor.py`) have besides. Other families are subjects that are refused by one rule each:
+{families}.
+"""
+ANSWERS = {
+    "set": "sets an option",
+    "no_op": "requests what every run does",
+    "ignored": "without effect",
+    "family": "refused: another family",
+    "refused": "refused: what to do instead",
+    "": "no flag, a key that `tools/doctor.py` reads",
+}
 DEFAULT_TABLE = """\
 ## Defaults that differ
 
@@ -101,6 +120,7 @@ def page() -> str:
         (REFUSED, "refused", "what to do"),
     ):
         parts += [head, _reasons(training, outcome, title)]
+    parts += _counts(training)
     parts += ["Refused values of flags that are supported:\n", _values(declared.refused_values())]
     for name, table in tool_tables().items():
         parts += [f"## {name}\n", *_groups(table, "###")]
@@ -161,6 +181,30 @@ def _reasons(table: FlagTable, outcome: str, title: str) -> str:
     return markdown_table(
         ("flags", title), [(" ".join(flags), why) for why, flags in named.items()]
     )
+
+
+def flags_of_today() -> dict[str, list[str]]:
+    """The names of tests/golden/today_flags.txt by what has them."""
+    blocks = (block.partition("\n") for block in TODAY.read_text("utf-8").split("\n\n"))
+    return {owner: names.split() for owner, _, names in blocks}
+
+
+def answer_of(name: str) -> str:
+    """The key of `ANSWERS` of a flag of training."""
+    flag = training_flags().find(name)
+    return "" if flag is None else "family" if flag.family else flag.outcome
+
+
+def _counts(table: FlagTable) -> list[str]:
+    blocks = flags_of_today()
+    both = blocks.pop("main+dev")
+    columns = {f"Megatron-LM {name}": both + blocks.pop(name) for name in ("main", "dev")} | blocks
+    counts = [Counter(map(answer_of, names)) for names in columns.values()]
+    rows = [(text, *(str(count[answer]) for count in counts)) for answer, text in ANSWERS.items()]
+    rows.append(("all", *(str(count.total()) for count in counts)))
+    families = dict.fromkeys(flag.family for flag in table.foreign if flag.family)
+    head = COUNTS.format(families=textwrap.fill(", ".join(families), 98))
+    return [head, markdown_table(("answer", *columns), rows)]
 
 
 def _values(values: Mapping[str, Mapping[str, str]]) -> str:

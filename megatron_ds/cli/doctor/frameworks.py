@@ -128,7 +128,11 @@ def _translate_key(
 ) -> None:
     value, flags = known[key], training_flags()
     name = dashed(key).rpartition(".")[2]
-    same = name if name in flags.by_name else flags.same.get(name)
+    same = name if flags.find(name) else flags.same.get(name)
+    off = [word for word in (f"no-{name}", f"disable-{name}") if word in flags.by_name]
+    if off and same is None and isinstance(value, bool):  # Megatron-LM's name of what it turns off
+        result.flags += [f"--{off[0]}"] * (not value)
+        return
     target, advice = table.get("flags", {}).get(key, same), flags.advice.get(name)
     if isinstance(target, dict):
         advice = table.get("advice", {}).get(key, f"supported: {', '.join(target)}")
@@ -146,8 +150,8 @@ def _words(name: str, value: Any) -> Iterator[str]:
     """A flag and its values; of a switch that is off, the flag that turns it off."""
     if value is False:
         name = f"no-{name}"
-    flag = training_flags().by_name.get(name)
-    if isinstance(value, bool) is (flag is not None and flag.nargs == 0):
+    flag = training_flags().find(name)
+    if (flag and flag.nargs == "*") or isinstance(value, bool) is bool(flag and flag.nargs == 0):
         values = value if isinstance(value, list) else [value] * (not isinstance(value, bool))
         yield from (f"--{name}", *(re.sub(r",\s+", ",", str(item)) for item in values))
 

@@ -5,6 +5,9 @@ The peers' flags are listed by name in tests/golden/peer_flags.txt; what happens
 `megatron_ds/cli/megatron_flags.toml` alone. Where the peers' own declarations are next to the
 repository (`../shared/reference/peer_flags.json`), the list is compared with them, and each flag is
 tried with values of its peer's type. `python tests/unit/cli/test_peer_flags.py` rewrites the list.
+
+tests/golden/today_flags.txt has the flags of Megatron-LM's branches main and dev of August 2026,
+and the names that MindSpeed-LLM and Primus have besides.
 """
 
 from __future__ import annotations
@@ -21,16 +24,20 @@ import pytest
 
 from megatron_ds.cli import flags
 from megatron_ds.cli.command import table_of
+from megatron_ds.cli.doctor.frameworks import TrainingCommand, _translate_key, tables
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, ModelConfig
-from tests.pages.flags import tool_tables
+from tests.pages.flags import answer_of, flags_of_today, tool_tables
 from tests.problems import codes
 from tools import generate_samples_gpt, preprocess_data, run_text_generation_server
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GOLDEN = REPOSITORY / "tests" / "golden" / "peer_flags.txt"
 PEERS = REPOSITORY.parent / "shared" / "reference" / "peer_flags.json"
+PEERS_TODAY = PEERS.with_name("peer_flags_now.json")
+MOST_REFUSED = 52
+"""Flags of Megatron-LM that are refused and belong to the pretraining of GPTs."""
 NAMES = {"bigscience": "B", "microsoft": "M", "megatron-lm-core-0.8": "L"}
 PRETRAIN = "pretrain"
 TABLES: dict[str, FlagTable] = {
@@ -103,6 +110,91 @@ def test_every_flag_of_the_peers_is_known() -> None:
 
 def test_the_frozen_list_is_that_of_the_peers() -> None:
     assert GOLDEN.read_text() == rendered()
+
+
+def test_every_flag_of_today_has_an_answer() -> None:
+    """Claim (command-line): every flag of Megatron-LM's main and dev branches and of MindSpeed-LLM,
+    and every key of Primus, is accepted, ignored with a reason, or rejected with an alternative"""
+    blocks = flags_of_today()
+    unknown = [
+        (owner, name) for owner, names in blocks.items() for name in names if not answer_of(name)
+    ]
+    assert {owner for owner, _ in unknown} <= {"Primus"}
+    main = {*blocks["main+dev"], *blocks["main"], *blocks["dev"]}
+    assert len(main) == 923
+    refused = [name for name in main if answer_of(name) == "refused"]
+    assert len(refused) <= MOST_REFUSED, refused
+
+
+def test_the_list_of_today_is_that_of_megatron() -> None:
+    if not PEERS_TODAY.is_file():
+        pytest.skip("Megatron-LM's declarations are not next to the repository")
+    branches = {name: spec["branch"] for name, spec in json.loads(PEERS_TODAY.read_text()).items()}
+    blocks = {
+        owner: names for owner, names in flags_of_today().items() if owner in branches.values()
+    }
+    assert {name: owner for owner, names in blocks.items() for name in names} == branches
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_every_key_of_primus_is_read(value: bool) -> None:
+    command = TrainingCommand("file")
+    for name in flags_of_today()["Primus"]:
+        key = name.removeprefix("--").replace("-", "_")
+        _translate_key(tables()["primus"], {key: value}, key, command)
+    assert command.unread == []
+    is_off = "--disable-bias-linear" in command.flags
+    assert is_off is not value
+    assert ("--use-turbo-attention" in command.flags) is value
+
+
+MINDSPEED = {
+    "--multi-head-latent-attention --qk-rope-head-dim 64 --qk-nope-head-dim 128": {
+        "multi_latent_attention": True, "qk_pos_emb_head_dim": 64, "qk_head_dim": 128,
+    },
+    "--n-group 8 --topk-group 4 --routed-scaling-factor 2.5 --seq-aux --norm-topk-prob": {
+        "moe_router_num_groups": 8, "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_load_balancing_type": "seq_aux_loss", "moe_router_pre_softmax": False,
+    },
+    "--moe-intermediate-size 1408 --shared-expert-gate --router-gating-in-fp32": {
+        "moe_ffn_hidden_size": 1408, "moe_shared_expert_gate": True, "moe_router_dtype": "fp32",
+    },
+    "--post-norm --add-rmsnorm-offset --output-logit-softcapping 30 --schedules-method dualpipev": {
+        "norm_position": "both", "apply_layernorm_1p": True, "final_logit_softcapping": 30.0,
+        "pipeline_schedule": "dualpipev",
+    },
+    "--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec": {},
+    "--context-parallel-algo ulysses_cp_algo": {},
+}  # fmt: skip
+"""Flags of MindSpeed-LLM by what they set."""
+
+
+@pytest.mark.parametrize("line", MINDSPEED)
+def test_flags_of_mindspeed_set_what_they_mean(line: str) -> None:
+    scanned = scan(line.split(), training_flags())
+    assert scanned.problems == scanned.warnings == []
+    assert scanned.values == MINDSPEED[line]
+
+
+MINDSPEED_REFUSED = {
+    "--first-k-dense-replace 3": "--moe-layer-freq",
+    "--n-shared-experts 1": "--moe-shared-expert-intermediate-size",
+    "--moe-router-load-balancing-type noaux_tc": "--moe-router-enable-expert-bias",
+    "--rope-scaling-type yarn": "--rotary-scaling-factor",
+    "--interleave-sliding-window 4096": "--window-attn-skip-freq 2",
+    "--noop-layers 61,62,63": "--num-layers",
+    "--enable-hf2mg-convert": "--load hf:FOLDER",
+    "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec": "leave the flag out",
+    "--lora-r 8": "all weights are trained",
+}
+
+
+@pytest.mark.parametrize("line", MINDSPEED_REFUSED)
+def test_flags_of_mindspeed_with_another_form_name_it(line: str) -> None:
+    (problem,) = scan(line.split(), training_flags()).problems
+    assert problem.code in REFUSALS
+    assert MINDSPEED_REFUSED[line] in str(problem)
 
 
 def test_every_flag_that_sets_nothing_gives_its_reason() -> None:
@@ -184,6 +276,8 @@ def test_the_accepted_values_of_refused_flags_are_the_peers_defaults() -> None:
             ]
             if not specs:
                 continue  # a flag of preprocess_data.py, or of today's Megatron-LM
+            if flag.names == ("spec",):
+                continue  # names of Python modules
             defaults = {str(spec.get("default")).strip("[]") for spec in specs}
             choices = {choice for spec in specs for choice in spec.get("choices", [])}
             assert {value, f"{value}.0"} & (defaults | choices), flag

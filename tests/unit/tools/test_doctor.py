@@ -313,6 +313,7 @@ modules:
       num_workers: 3
       gradient_accumulation_fusion: false
       stderr_sink_level: DEBUG
+      made_up_key: 1
 """
 PRIMUS_MODEL = """
 extends: [base.yaml]
@@ -371,7 +372,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str, str]] = {
             "normalization": "RMSNorm", "global_batch_size": 128, "micro_batch_size": 2,
             "adam_beta2": 0.95, "num_workers": 3, "lr_decay_style": "cosine", "min_lr": 2.5e-5,
         },
-        "stderr_sink_level",
+        "made_up_key",
         "--hidden-size is required",
     ),
 }  # fmt: skip
