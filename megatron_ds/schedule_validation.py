@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import exclusive_problem, in_effect
-from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS
+from megatron_ds.config.options.schedule import ENDLESS_STYLES, SCHEDULE_LENGTHS
 from megatron_ds.config.problems import Problem, with_value
 from megatron_ds.schedules import ScheduleLength, in_lr_units
 
@@ -142,7 +142,7 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
         shown = f"{with_value(schedule, name)} x {end:.15g} = {start:.15g} {unit}"
     elif warmup is not None:
         name, start, shown = warmup.field, in_unit(warmup), described(warmup)
-    if start >= end and not (schedule.lr_decay_style == "constant" and fraction is None):
+    if start >= end and not (schedule.lr_decay_style in ENDLESS_STYLES and fraction is None):
         yield Problem(
             "warmup-not-shorter-than-decay",
             name,

@@ -11,11 +11,12 @@ become samples by the final global batch size, as in Megatron.
 
 Sources of the formulas: Megatron-LM's optimizer_param_scheduler and num_microbatches_calculator;
 Megatron-DeepSpeed's for tokens; DeepSpeed's curriculum_scheduler (fixed_linear) and lr_schedules
-(logarithmic warmup).
+(logarithmic warmup and a cosine).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -388,7 +389,9 @@ def _scheduled_rate(
 ) -> float:
     applied = state.applied_tokens if lr_unit(config) == "tokens" else state.applied_samples
     warmup, decay = warmup_length(config, dp_size), decay_length(config, dp_size)
-    if warmup > 0 and applied <= warmup:
+    style = config.schedule.lr_decay_style
+    is_ahead = style == "deepspeed-cosine"  # WarmupCosineLR is one step ahead
+    if warmup > 0 and (applied < warmup or (applied == warmup and not is_ahead)):
         start, length = config.schedule.lr_warmup_init, given_length(config, "lr_warmup")
         if config.schedule.lr_warmup_style == "linear":
             if length is not None and length.unit != "tokens" and lr_unit(config) == "tokens":
@@ -399,23 +402,45 @@ def _scheduled_rate(
         step = _lr_units_of_step(config, dp_size)
         factor = 1.0 / math.log(warmup / step) * math.log(applied / step + 1)
         return start + (peak - start) * (factor if applied < warmup else 1.0)
-    style = config.schedule.lr_decay_style
     if style == "constant":
         return peak
+    if style == "piecewise":
+        return peak * _interpolated(_rate_points(config, dp_size), applied)
     if applied > decay:
         return floor
-    if style == "inverse-square-root":
-        return max(floor, peak * math.sqrt(max(warmup, 1) / max(applied, 1)))
+    if style in ("inverse-square-root", "power"):
+        ratio, power = max(warmup, 1) / max(applied, 1), config.schedule.lr_decay_power
+        return max(floor, peak * (math.sqrt(ratio) if style != "power" else ratio**power))
     if style == "WSD":
         length = given_length(config, "lr_wsd_decay")
         assert length is not None
         annealing = in_lr_units(config, length, dp_size)
         annealed = max(0, applied - (decay - annealing))
-        factor = WSD_FACTORS[config.schedule.lr_wsd_decay_style](annealed / annealing)
+        factor = DECAY_FACTORS[config.schedule.lr_wsd_decay_style](annealed / annealing)
     else:
-        progress = (applied - warmup) / (decay - warmup)
-        factor = 1.0 - progress if style == "linear" else _half_cosine(progress)
+        applied += _lr_units_of_step(config, dp_size) if is_ahead else 0
+        progress = min(1.0, (applied - warmup) / (decay - warmup))
+        factor = DECAY_FACTORS[style.removeprefix("deepspeed-")](progress)
     return floor + factor * (peak - floor)
+
+
+def _rate_points(config: Config, dp_size: int) -> list[tuple[int, float]]:
+    """--lr-decay-points as (position in `lr_unit`, factor of the maximum)."""
+    length, points = decay_as_given(config), config.schedule.rate_points
+    assert length is not None
+    field = f"lr_decay_{length.unit}"
+    return [
+        (in_lr_units(config, ScheduleLength(field, position), dp_size), factor)
+        for position, factor in points
+    ]
+
+
+def _interpolated(points: Sequence[tuple[int, float]], position: int) -> float:
+    """The value at a position: linear between points, constant before and after them."""
+    for (start, first), (end, last) in itertools.pairwise(points):
+        if start <= position < end:
+            return first + (last - first) * (position - start) / (end - start)
+    return points[0][1] if position < points[0][0] else points[-1][1]
 
 
 def weight_decay(config: Config, state: TrainState, dp_size: int) -> float:
@@ -453,10 +478,10 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-WSD_FACTORS: Mapping[str, Callable[[float], float]] = {
+DECAY_FACTORS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": _half_cosine,
     "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
     "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""WSD's annealing by style, from 1 to 0 as the progress goes from 0 to 1."""
+"""Decays by style, from 1 to 0 as the progress goes from 0 to 1."""

@@ -69,7 +69,7 @@ def with_saved_schedule(
         warn(no_effect_problem(name, "finetune", reason="with a new run"))
         return config, []
     saved = saved_config(checkpoint)
-    values = {field: field_value(saved, field) for field in LR_FIELDS}
+    values = {field: _as_option(field_value(saved, field)) for field in LR_FIELDS}
     problems: list[Problem] = []
     for stem in SCHEDULE_LENGTHS:
         fields = {f"{stem}_{unit}": None for unit in SCHEDULE_UNITS}
@@ -155,7 +155,7 @@ def _with_model(config: Config, checkpoint: Checkpoint, warn: Warn) -> Config:
     if not config.checkpoint.use_checkpoint_args:
         kept = frozenset(GROUP_OF_FIELD)
     values = {
-        name: tuple(value) if isinstance(value, list) else value
+        name: _as_option(value)
         for group in ("model", "moe")
         for name, value in checkpoint.run.config.get(group, {}).items()
         if GROUP_OF_FIELD.get(name) == group
@@ -163,6 +163,11 @@ def _with_model(config: Config, checkpoint: Checkpoint, warn: Warn) -> Config:
         and not (name in config.given and name in kept)
     }
     return replace_given(config, values, checkpoint.path, warn, "use_checkpoint_args")
+
+
+def _as_option(value: Any) -> Any:
+    """JSON has lists where options have tuples."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _with_tokenizer(config: Config, checkpoint: Checkpoint) -> Config:

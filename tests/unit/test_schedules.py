@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 
-from megatron_ds import schedules
+from megatron_ds import schedule_validation, schedules
 from megatron_ds.config import Config
 from megatron_ds.train_state import SpikeLimits, StepResult, TrainState
 
@@ -54,6 +56,67 @@ LEARNING_RATES = {
     ("WSD", "exponential"): {**WSD_START, 350: 0.7136135475, 400: 0.4727922061, 500: 0.1, 900: 0.1},
     ("WSD", "minus_sqrt"): {**WSD_START, 350: 0.55, 400: 0.3636038969, 500: 0.1, 900: 0.1},
 }
+
+
+def one_minus_root(position: int) -> float:
+    return 1.0 - 0.9 * math.sqrt((position - 100) / 400)
+
+
+# Rates after a warmup until 100, and until the end of the decay at 500, as formulas.
+FORMULAS: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
+    "minus_sqrt": ({}, one_minus_root),
+    "power": ({"lr_decay_power": 0.51}, lambda position: max(0.1, (100 / position) ** 0.51)),
+    # One step of 10 samples ahead.
+    "deepspeed-cosine": (
+        {},
+        lambda position: 0.1 + 0.45 * (1 + math.cos(math.pi * min(1, (position + 10 - 100) / 400))),
+    ),
+    "piecewise": (
+        {},
+        lambda position: float(numpy.interp(position, (200, 300, 400, 450), (1, 0.5, 0.2, 0))),
+    ),
+}
+
+
+@pytest.mark.parametrize("style", FORMULAS)
+@pytest.mark.parametrize("unit", ["samples", "iters", "tokens"])
+def test_learning_rate_follows_its_formula(style: str, unit: str) -> None:
+    """Of the points, the unit is the run length's.
+
+    Claim (schedules): the 1-sqrt decay, the power law and the piecewise rate follow their formulas
+    """
+    changes, formula = FORMULAS[style]
+    size = {"samples": 1, "iters": 0.1, "tokens": SEQUENCE}[unit]
+    lengths = {"train": 500, "lr_warmup": 100, "lr_decay": 500}
+    settings = {f"{name}_{unit}": int(length * size) for name, length in lengths.items()}
+    if style == "piecewise":
+        points = ((200, "1"), (300, "0.5"), (400, "2e-1"), (450, "0"))
+        entries = [f"{int(position * size)}:{factor}" for position, factor in points]
+        changes = {"lr_decay_points": (entries[0], ",".join(entries[1:]))}
+    config = config_with(
+        {"global_batch_size": 10, "min_lr": 0.1, "lr_decay_style": style, **settings, **changes}
+    )
+    assert list(config.schedule.problems(config.parallel, 1)) == []
+    assert list(schedule_validation.problems(config, 1)) == []
+    steps = range(100, 501, 10)
+    rates = [schedules.learning_rate(config, after(position), 1) for position in steps]
+    assert rates == pytest.approx([formula(position) for position in steps], abs=1e-12)
+    last = 0.0 if style == "piecewise" else 0.1
+    assert schedules.learning_rate(config, after(510), 1) == pytest.approx(last)
+
+
+@pytest.mark.parametrize(
+    ("points", "wrong"),
+    [(None, ""), (("0:1", "10"), "10"), (("0:1", "5:1.5"), "5:1.5"), (("7:1", "7:0.5"), "7:0.5")],
+)
+def test_malformed_points_of_the_rate_are_reported(
+    points: tuple[str, ...] | None, wrong: str
+) -> None:
+    config = config_with(
+        {"train_iters": 10, "lr_decay_style": "piecewise", "lr_decay_points": points}
+    )
+    (problem,) = config.schedule.problems(config.parallel, 1)
+    assert (problem.code, repr(wrong) in str(problem)) == ("malformed-rate-point", True)
 
 
 @pytest.mark.parametrize(("style", "annealing"), LEARNING_RATES)

@@ -33,8 +33,13 @@ SCHEDULE_LENGTHS = {
 """Lengths of the learning rate schedule; each has one field per unit."""
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-DECAY_STYLES = ("linear", "cosine", "inverse-square-root", "WSD")
-WSD = when(lr_decay_style="WSD")
+DECAY_STYLES = (
+    *("linear", "cosine", "inverse-square-root", "WSD"),
+    *("minus_sqrt", "power", "deepspeed-cosine"),
+)
+ENDLESS_STYLES = ("constant", "piecewise")
+"""Styles on which the length of the decay has no effect."""
+WSD, POWER, PIECEWISE = (when(lr_decay_style=style) for style in ("WSD", "power", "piecewise"))
 WARMUP = when(
     lr_warmup_iters=NON_ZERO,
     lr_warmup_samples=NON_ZERO,
@@ -102,7 +107,20 @@ class ScheduleConfig:
         "--train-iters or --train-samples"
     )
     lr_decay_style: str = option_field(
-        "linear", "learning rate schedule after warmup", choices=("constant", *DECAY_STYLES)
+        "linear",
+        "learning rate schedule after warmup; deepspeed-cosine is one step ahead of cosine",
+        choices=(*ENDLESS_STYLES, *DECAY_STYLES),
+    )
+    lr_decay_power: float = option_field(
+        0.5, "exponent P of --lr x (warmup / position)^P", above=0, only_with=POWER
+    )
+    lr_decay_points: tuple[str, ...] | None = option_field(
+        None,
+        "POSITION:FACTOR ...: factors of --lr, linear between the positions, which are in the unit "
+        "of the run length (or of --lr-decay-samples, -tokens); suffixes K, M, B and T",
+        nargs="*",
+        metavar="POSITION:FACTOR",
+        only_with=PIECEWISE,
     )
     lr_decay_iters: int | None = _length(
         "number of iterations to decay the learning rate over (default: --train-iters)"
@@ -151,6 +169,12 @@ class ScheduleConfig:
         return tuple(entry for entry in parsed if entry is not None)
 
     @property
+    def rate_points(self) -> list[tuple[int, float]]:
+        """--lr-decay-points as (position, factor), without malformed entries."""
+        parsed = map(parse_rate_point, _entries(self.lr_decay_points))
+        return [point for point in parsed if point is not None]
+
+    @property
     def skipped_ranges(self) -> tuple[tuple[int, int], ...]:
         """--skip-train-iteration-range as (first, last), joined, without malformed entries."""
         parsed = map(parse_iteration_range, self.skip_train_iteration_range or ())
@@ -164,12 +188,13 @@ class ScheduleConfig:
     @property
     def batch_size_entries(self) -> list[str]:
         """The entries of --step-batch-size-schedule, separated by spaces or commas."""
-        return " ".join(self.step_batch_size_schedule or ()).replace(",", " ").split()
+        return _entries(self.step_batch_size_schedule)
 
     @property
     def derived_values(self) -> dict[str, Any]:
         """The length of the decay, by default the run's, whose length has no other effect."""
-        has_decay = self.lr_decay_style != "constant" or self.lr_warmup_fraction is not None
+        is_endless = self.lr_decay_style in ENDLESS_STYLES
+        has_decay = not is_endless or self.lr_warmup_fraction is not None
         is_of_run = has_decay and not self.given_lengths("lr_decay")
         stem = "train" if is_of_run else "lr_decay"
         lengths: dict[str, Any] = {}
@@ -269,6 +294,8 @@ class ScheduleConfig:
                 )
         if self.lr_decay_style == "WSD" and not self.given_lengths("lr_wsd_decay"):
             yield Problem("wsd-decay-required", f"lr_wsd_decay_{right}")
+        if self.lr_decay_style == "piecewise":
+            yield from _rate_point_problems(_entries(self.lr_decay_points) or [""])
 
     def _batch_size_step_problems(self) -> Iterator[Problem]:
         name, entries = "step_batch_size_schedule", self.batch_size_entries
@@ -324,6 +351,13 @@ class ScheduleConfig:
                 )
                 yield name, size, f"{with_value(self, name)}: batch size {size} ({shown})"
                 return
+
+
+def _rate_point_problems(entries: list[str]) -> Iterator[Problem]:
+    points = [parse_rate_point(entry) for entry in entries]
+    for entry, point, before in zip(entries, points, [None, *points], strict=False):
+        if point is None or (before is not None and point[0] <= before[0]):
+            yield Problem("malformed-rate-point", entry=entry)
 
 
 def _folded_pipeline_problems(
@@ -393,9 +427,23 @@ def parse_iteration_range(entry: str) -> tuple[int, int] | None:
 
 def parse_batch_size_step(entry: str) -> tuple[int, int] | None:
     """Parse `250B:1536` into (250_000_000_000, 1536); None if malformed."""
-    form = r"([0-9]{1,18}(?:\.[0-9]{1,12})?)([KMBT]?):([0-9]{1,18})"
-    match = re.fullmatch(form, entry.upper())
-    if match is None or int(match[3]) < 1:
-        return None
-    tokens = Fraction(match[1]) * SUFFIXES[match[2]]
-    return (int(tokens), int(match[3])) if tokens.denominator == 1 else None
+    point = _parse_point(entry, "([0-9]{1,18})")
+    return (point[0], int(point[1])) if point is not None and int(point[1]) >= 1 else None
+
+
+def parse_rate_point(entry: str) -> tuple[int, float] | None:
+    """Parse `10K:0.5` into (10_000, 0.5); None if malformed or larger than 1."""
+    point = _parse_point(entry, r"([0-9]{1,18}(?:\.[0-9]{1,18})?(?:E-?[0-9]{1,2})?)")
+    return (point[0], float(point[1])) if point is not None and float(point[1]) <= 1 else None
+
+
+def _parse_point(entry: str, form: str) -> tuple[int, str] | None:
+    """Parse POSITION:VALUE, with a suffix of the position; None if malformed."""
+    match = re.fullmatch(rf"([0-9]{{1,18}}(?:\.[0-9]{{1,12}})?)([KMBT]?):{form}", entry.upper())
+    position = Fraction(match[1]) * SUFFIXES[match[2]] if match is not None else Fraction(1, 2)
+    return (int(position), match[3]) if match is not None and position.denominator == 1 else None
+
+
+def _entries(texts: tuple[str, ...] | None) -> list[str]:
+    """Entries that are separated by spaces or commas."""
+    return " ".join(texts or ()).replace(",", " ").split()

@@ -22,9 +22,15 @@ from megatron_ds.config import Config
 from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, get, has
 from megatron_ds.config.problems import Problem, option
 
-TRANSLATED = ("WarmupLR", "WarmupDecayLR")
-WARMUP_STEPS, DECAY_MAX_LR = 1000, 0.001
-"""DeepSpeed's defaults of warmup_num_steps, and of warmup_max_lr in WarmupDecayLR."""
+TRANSLATED = {
+    "WarmupLR": "constant",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "deepspeed-cosine",
+}
+"""Our --lr-decay-style by type."""
+WARMUP_STEPS, DECAY_MAX_LR, COSINE_MIN_RATIO = 1000, 0.001, 0.0001
+"""DeepSpeed's defaults of warmup_num_steps, of warmup_max_lr in WarmupDecayLR, and of cos_min_ratio
+in WarmupCosineLR."""
 CURRICULUM = "curriculum_learning"
 LENGTHS = (
     f"{CURRICULUM}.min_difficulty",
@@ -36,6 +42,8 @@ STEP = f"{CURRICULUM}.schedule_config.difficulty_step"
 
 FieldValues = Iterator[tuple[str, str, Any]]
 """Key, field of the configuration, and the value that the key gives it."""
+Row = tuple[str, str, Callable[[Any], float], Any]
+"""Key, field, conversion and default of the key; None: the default of the field."""
 
 
 def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> FieldValues:
@@ -54,25 +62,34 @@ def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> Fi
         return
     by_samples = config.schedule.train_samples is not None
     per_step, unit = (batch_size, "samples") if by_samples else (1, "iters")
-    yield "scheduler.type", "lr_decay_style", "constant" if scheduler == "WarmupLR" else "linear"
+    yield "scheduler.type", "lr_decay_style", TRANSLATED[scheduler]
     is_warming, block = config.schedule.has_warmup, "scheduler.params"
-    fields: list[tuple[str, str, Callable[[Any], float], Any]] = [
-        ("warmup_min_lr", "lr_warmup_init", float, None),
-        ("warmup_max_lr", "lr", float, None if scheduler == "WarmupLR" else DECAY_MAX_LR),
-        # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
-        (
-            "warmup_num_steps",
-            f"lr_warmup_{unit}",
-            lambda steps: max(2, int(steps)) * per_step,
-            None if is_warming else WARMUP_STEPS,
-        ),
-    ]
-    if scheduler == "WarmupDecayLR":
-        fields += [
-            ("warmup_min_lr", "min_lr", float, None),
-            ("total_num_steps", f"lr_decay_{unit}", lambda steps: int(steps) * per_step, None),
-        ]
-    for name, field, convert, default in fields:
+    lr = 0.0 if math.isnan(config.optimizer.lr) else config.optimizer.lr
+
+    def rate_of_ratio(ratio: Any) -> float:
+        return float(ratio) * lr
+
+    start: Row = ("warmup_min_lr", "lr_warmup_init", float, None)
+    # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
+    warmup: Row = (
+        "warmup_num_steps",
+        f"lr_warmup_{unit}",
+        lambda steps: max(2, int(steps)) * per_step,
+        None if is_warming else WARMUP_STEPS,
+    )
+    end: Row = ("total_num_steps", f"lr_decay_{unit}", lambda steps: int(steps) * per_step, None)
+    rows: dict[str, list[Row]] = {
+        "WarmupLR": [start, ("warmup_max_lr", "lr", float, None), warmup],
+        "WarmupDecayLR": [
+            *(start, ("warmup_max_lr", "lr", float, DECAY_MAX_LR), warmup),
+            *(("warmup_min_lr", "min_lr", float, None), end),
+        ],
+        "WarmupCosineLR": [
+            *(("warmup_min_ratio", "lr_warmup_init", rate_of_ratio, None), warmup),
+            *(("cos_min_ratio", "min_lr", rate_of_ratio, COSINE_MIN_RATIO), end),
+        ],
+    }
+    for name, field, convert, default in rows[scheduler]:
         key, value = f"{block}.{name}", file.get(f"{block}.{name}")
         if value is not None:
             yield key, field, convert(value)
@@ -90,11 +107,8 @@ def scheduler_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]
     scheduler, key = file.get("scheduler.type"), "scheduler.type"
     if scheduler is None:
         return  # DeepSpeed has no schedule then
-    if scheduler == "WarmupCosineLR":
-        flags = _cosine_flags(config, file)
-        yield file.at(key, Problem("ds-scheduler-inexact", cosine_flags=flags))
-    elif scheduler not in TRANSLATED:
-        supported = " and ".join(TRANSLATED)
+    if scheduler not in TRANSLATED:
+        supported = ", ".join(TRANSLATED)
         problem = Problem("ds-scheduler-unsupported", kind=scheduler, translated=supported)
         yield file.at(key, problem)
     else:
@@ -106,28 +120,13 @@ def _translation_problems(config: Config, file: DeepSpeedFile, scheduler: str) -
     if file.get(steps) is not None and file.get(steps) <= 0:
         yield file.invalid(steps, "must be positive", "lr_warmup_iters")
     params = file.values["scheduler"].get("params") or {}
-    if scheduler == "WarmupDecayLR" and not params.get("total_num_steps"):
-        yield file.at("scheduler.type", Problem("ds-scheduler-without-total-steps"))
+    if scheduler != "WarmupLR" and not params.get("total_num_steps"):
+        problem = Problem("ds-scheduler-without-total-steps", scheduler=scheduler)
+        yield file.at("scheduler.type", problem)
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(config.schedule, name) is not None:
             problem = Problem("ds-scheduler-with-varying-batch", name, flag=option(name))
             yield file.at("scheduler", problem)
-
-
-def _cosine_flags(config: Config, file: DeepSpeedFile) -> str:
-    def param(name: str, default: Any) -> Any:
-        value = file.get(f"scheduler.params.{name}")
-        return default if value is None else value
-
-    lr = 0.0 if math.isnan(config.optimizer.lr) else config.optimizer.lr
-    flags = {
-        "lr_decay_style": "cosine",
-        "lr_warmup_iters": param("warmup_num_steps", 1000),
-        "lr_decay_iters": param("total_num_steps", "N"),
-        "lr_warmup_init": f"{lr * param('warmup_min_ratio', 0.0):g}",
-        "min_lr": f"{lr * param('cos_min_ratio', 0.0001):g}",
-    }
-    return " ".join(f"{option(name)} {value}" for name, value in flags.items())
 
 
 def curriculum_fields(file: DeepSpeedFile) -> FieldValues:

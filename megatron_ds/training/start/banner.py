@@ -199,7 +199,9 @@ def _schedule(facts: BannerData) -> Lines:
         ramp = "logarithmic warmup" if schedule.lr_warmup_style == "log" else "warmup"
         course = f"{ramp} from {start} in {warmup:,.0f} {unit}, then "
     course += schedule.lr_decay_style
-    if schedule.lr_decay_style != "constant":
+    if schedule.lr_decay_style == "piecewise":
+        course += f" {' '.join(schedule.lr_decay_points or ())}"
+    elif schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"
     saves, validation = config.checkpoint, config.evaluation.eval_interval
     saving = " iterations; no checkpoints (no --save)"

@@ -103,7 +103,7 @@ def test_old_keys_become_current_ones(path: Path, old: Any, new: Any) -> None:
         ({"compile": {"enabled": True, "backend": "inductor"}}, "--compile"),
         ({"autotuning": {"enabled": True}}, "tools/plan.py"),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "--lr-decay-style"),
-        ({"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "--lr-warmup-iters 1000"),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "total_num_steps"),
     ],
 )
 def test_removed_features_are_left_out_with_their_successor(
