@@ -74,6 +74,8 @@ class LossSum(NamedTuple):
     tokens' losses. An unsynchronized device tensor, as the weight."""
     weight: SupportsFloat
     """Number of micro-batches or, with per-token loss, of counted tokens."""
+    nats: SupportsFloat = 0.0
+    """Sum of all counted tokens' losses."""
 
 
 @dataclass(frozen=True)

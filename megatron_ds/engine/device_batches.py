@@ -58,6 +58,11 @@ class DeviceBatch(NamedTuple):
             return self.tokens_BS.numel()
         return self.loss_mask_BS.sum(dtype=torch.int64)
 
+    def num_bytes(self, token_bytes: Tensor) -> Tensor:
+        """Bytes of the text of the labels with loss, by the bytes of each id: a float64 scalar."""
+        sizes_BS = token_bytes[self.labels_BS].double()
+        return (sizes_BS if self.loss_mask_BS is None else sizes_BS * self.loss_mask_BS).sum()
+
 
 class DeviceBatches:
     """The micro-batches of an iterator, on the device.

@@ -127,11 +127,12 @@ class StepControl:
         )
 
     def sum(self, losses: Iterable[TokenLoss]) -> Tensor:
-        """The loss of micro-batches before the division, and its weight, float64 [2]."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.parts.device)
+        """The values of a `LossSum` of micro-batches, float64 [3]."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.parts.device)
         for loss in losses:
             sums[0] += loss.loss_sum if self._is_per_token else loss.mean()
             sums[1] += loss.num_tokens if self._is_per_token else 1.0
+            sums[2] += loss.loss_sum
         return sums
 
     @property

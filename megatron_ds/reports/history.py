@@ -63,6 +63,7 @@ class Evaluation(NamedTuple):
     split: str
     group: str
     loss: float
+    bits_per_byte: float | None = None
 
 
 class RecordFile:
@@ -179,8 +180,11 @@ class History:
         for key, loss in record.items():
             name, _, group = key.partition("/")  # a table has the group in the key
             if name in ("validation_loss", "test_loss") and loss is not None:
-                split, group = name.removesuffix("_loss"), group or str(record.get("group", ""))
-                self.evaluations.append(Evaluation(iteration, split, group, float(loss)))
+                split, end = name.removesuffix("_loss"), f"/{group}" if group else ""
+                bits = record.get(f"{split}_bits_per_byte{end}", record.get("bits_per_byte"))
+                group = group or str(record.get("group", ""))
+                result = float(loss), None if bits is None else float(bits)
+                self.evaluations.append(Evaluation(iteration, split, group, *result))
         if "lm_loss" not in record:
             return
         numbers = {

@@ -101,6 +101,15 @@ def last_losses(run: History, split: str) -> dict[str, float]:
     return {group: run.losses(split, group)[-1][1] for group in run.groups(split)}
 
 
+def last_bits_per_byte(run: History) -> dict[str, float]:
+    """The last bits per byte of each validation dataset that has them, by its name."""
+    return {
+        item.group: item.bits_per_byte
+        for item in run.evaluations
+        if item.split == "validation" and item.bits_per_byte is not None
+    }
+
+
 def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None) -> Table:
     """The final figures of each run."""
     rows = []
@@ -122,6 +131,7 @@ def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None)
             "steps": f"{run['iteration'][-1]:,.0f}" + (f" of {total:,}" if total else ""),
             f"loss (last {LAST_STEPS} steps)": f"{final_loss(run):.4f}",
             "validation loss": _losses(last_losses(run, "validation")),
+            "bits per byte": _losses(last_bits_per_byte(run)),
             "test loss": _losses(last_losses(run, "test")),
             **speeds,
             "peak memory": f"{max(peaks) / 2**30:.2f} GiB" if peaks else UNKNOWN,

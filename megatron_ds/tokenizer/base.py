@@ -20,6 +20,7 @@ import numpy.typing as npt
 from megatron_ds.config.checks import json_remedy
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
+from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""
@@ -80,6 +81,13 @@ class Tokenizer(ABC):
         ids = itertools.chain.from_iterable(encoded)
         return FlatIds(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
 
+    def token_bytes(self) -> list[int] | None:
+        """Bytes in UTF-8 of the text of each id, 0 for special tokens.
+
+        None if the ids do not have all of the text.
+        """
+        return None
+
     def _fingerprint_of(
         self,
         name: str,
@@ -111,6 +119,9 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_bytes(self) -> list[int] | None:
+        return library_token_bytes(self._tokenizer, self.vocab_size)
 
 
 def count_ids(vocab: Mapping[str, int], field: str, path: str | Path) -> int:

@@ -62,6 +62,12 @@ class GPT2BPETokenizer(JsonTokenizer):
     def added_tokens(self) -> Sequence[str]:
         return (END_OF_TEXT,)  # not added here, and another library must not treat it as added
 
+    def token_bytes(self) -> list[int] | None:
+        sizes = super().token_bytes()
+        if sizes is not None:
+            sizes[self.eod] = 0
+        return sizes
+
     def encode(self, text: str) -> list[int]:
         pieces = map(self._tokenizer.encode, _pieces(text))
         return list(itertools.chain.from_iterable(piece.ids for piece in pieces))

@@ -21,6 +21,7 @@ from megatron_ds.tokenizer.base import (
 )
 from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
 from megatron_ds.tokenizer.fingerprint import hash_content
+from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 REQUIRED_FILES = ("vocab_file", "merges_file")
@@ -249,6 +250,10 @@ class PretrainedTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_bytes(self) -> list[int] | None:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if backend is None else library_token_bytes(backend, self.vocab_size)
 
 
 def _load_pretrained(folder: Path, trust_remote_code: bool, setting: str = "") -> Any:

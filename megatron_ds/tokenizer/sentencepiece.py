@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import option, user_error
 from megatron_ds.tokenizer.base import Tokenizer, library_errors
+from megatron_ds.tokenizer.token_bytes import piece_bytes
 
 ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
@@ -41,6 +42,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
+
+    def token_bytes(self) -> list[int]:
+        return _token_bytes(self._model)
 
 
 class SentencePieceWithSpecialTokens(Tokenizer):
@@ -99,6 +103,13 @@ class SentencePieceWithSpecialTokens(Tokenizer):
                 plain.append(index)
         return "".join([*parts, self._model.decode(plain)])
 
+    def token_bytes(self) -> list[int]:
+        sizes = _token_bytes(self._model)
+        sizes += [0] * (self.vocab_size - len(sizes))
+        for index in self._special_texts:
+            sizes[index] = 0
+        return sizes
+
 
 def _load(path: str) -> Any:
     sentencepiece = import_library("sentencepiece", f"{option('tokenizer_model')} {path}")
@@ -111,6 +122,15 @@ def _load(path: str) -> Any:
         if model.get_piece_size() < 1:
             raise ValueError("it has no pieces")
         return model
+
+
+def _token_bytes(model: Any) -> list[int]:
+    return [
+        0
+        if model.is_control(index) or model.is_unknown(index)
+        else piece_bytes(model.id_to_piece(index))
+        for index in range(model.get_piece_size())
+    ]
 
 
 def _control_id(model: Any, name: str, path: str) -> int:

@@ -68,7 +68,7 @@ class TikTokenizer(Tokenizer):
         names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special)]
         kept = tokens[: vocab_size - num_special]
         ranks = {token: rank for rank, token in enumerate(kept, num_special)}
-        self.vocab_size = vocab_size
+        self.vocab_size, self._num_special = vocab_size, num_special
         self.eod = names.index("</s>")
         settings: dict[str, str | int] = {
             "--tiktoken-pattern": pattern,
@@ -96,6 +96,11 @@ class TikTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
+
+    def token_bytes(self) -> list[int]:
+        ids = range(self._num_special, self.vocab_size)
+        texts = map(self._model.decode_single_token_bytes, ids)
+        return [0] * self._num_special + [len(text) for text in texts]
 
 
 def _read_tokens(path: str) -> list[bytes]:

@@ -162,6 +162,7 @@ def build_trainer(parts: RunParts) -> Trainer:
         profiling=open_profiling(config, engine, parts.save, context.rank, state, last),
         callbacks=tuple(parts.extensions.callbacks),
         tasks=_build_tasks(parts, engine),
+        token_bytes=_token_bytes(parts) if data.valid or data.test else None,
         watch=parts.life.hang_watch,
     )
 
@@ -205,6 +206,14 @@ def _build_tasks(parts: RunParts, engine: ZeroEngine) -> TaskEvaluation | None:
         in_lockstep=engine.settings.zero_stage == 3 or mesh.ep.size > 1,
         device=parts.context.device,
     )
+
+
+def _token_bytes(parts: RunParts) -> torch.Tensor | None:
+    """Bytes of the tokens' text, unless another loss than the cross entropy is computed."""
+    if parts.extensions.loss is not None:
+        return None
+    sizes = parts.inputs.tokenizer.token_bytes()
+    return None if sizes is None else torch.tensor(sizes, device=parts.context.device)
 
 
 def mean_over_group(values: list[float], *, group: Group, device: torch.device) -> list[float]:

@@ -114,7 +114,13 @@ class Metrics:
         self._pending[-1] = dataclasses.replace(last, result=result)
 
     def log_eval(
-        self, state: TrainState, split: str, label: str, loss: float, group: str = ""
+        self,
+        state: TrainState,
+        split: str,
+        label: str,
+        loss: float,
+        group: str = "",
+        bits_per_byte: float | None = None,
     ) -> None:
         """Logs an evaluation, after the steps before it. Collective.
 
@@ -124,11 +130,13 @@ class Metrics:
             label: Point of the run, for the printed line.
             loss: Mean over all ranks, in nats per token.
             group: Name of the dataset, if it has one.
+            bits_per_byte: Of its text, if known.
         """
         assert split in SPLITS, split
         self.write_pending()
         samples, tokens = state.consumed_samples, state.consumed_tokens
-        record = EvalRecord(state.iteration, samples, tokens, split, label, loss, group)
+        counts = state.iteration, samples, tokens
+        record = EvalRecord(*counts, split, label, loss, group, bits_per_byte)
         for logger in self.loggers:
             logger.log_eval(record)
 

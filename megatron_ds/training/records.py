@@ -103,6 +103,8 @@ class EvalRecord(Record):
     loss: float
     group: str = ""
     """Name of the dataset, if the user gave one."""
+    bits_per_byte: float | None = None
+    """Of the text of the counted tokens; None if their bytes are unknown."""
 
     @property
     def ppl(self) -> float:
@@ -123,6 +125,8 @@ def metrics_of_evaluation(record: EvalRecord) -> dict[str, float]:
     """All metrics of an evaluation by name, which ends with `/` and the name of the dataset."""
     suffix = f"/{record.group}" if record.group else ""
     values = {"loss": record.loss, "ppl": record.ppl}
+    if record.bits_per_byte is not None:
+        values["bits_per_byte"] = record.bits_per_byte
     return {f"{record.split}_{name}{suffix}": value for name, value in values.items()}
 
 

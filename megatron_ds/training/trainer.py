@@ -6,11 +6,15 @@ them.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager
@@ -20,7 +24,7 @@ from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
-from megatron_ds.engine.device_batches import DeviceBatches
+from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.evaluation.in_training import Stopped, TaskEvaluation
 from megatron_ds.launch import output
@@ -35,6 +39,15 @@ from megatron_ds.training.profile.profiling import Profiling
 from megatron_ds.training.saving import Saver
 from megatron_ds.training.skipped_steps import SkippedSteps
 from megatron_ds.training.start.startup_report import FirstStepsReport, log_timestamp
+
+
+class MeanLoss(NamedTuple):
+    """Result of an evaluation."""
+
+    loss: float
+    """In nats per token."""
+    bits_per_byte: float | None
+
 
 MICRO_BATCHES_PER_CALL = 4
 """Micro-batches that are evaluated between two checks for a request to stop."""
@@ -60,6 +73,8 @@ class Trainer:
     callbacks: Sequence[Callback] = ()
     tasks: TaskEvaluation | None = None
     """--eval-tasks and --eval-only."""
+    token_bytes: Tensor | None = None
+    """Bytes of the text of each token id, for bits per byte; None if unknown."""
     watch: HangWatch = field(default_factory=HangWatch)
     clock: Callable[[], float] = time.perf_counter
 
@@ -67,7 +82,7 @@ class Trainer:
         self.saver = Saver(self.config.checkpoint, self.checkpoints, self.engine)
         self.skips = SkippedSteps(self.config.precision, self.engine)
         self.first_iteration = self.state.iteration + 1
-        self._validation: tuple[int, dict[str, float]] = -1, {}
+        self._validation: tuple[int, dict[str, MeanLoss]] = -1, {}
         self._tasks_iteration = -1
 
     def run(self) -> ExitCode:
@@ -235,18 +250,19 @@ class Trainer:
         """
         datasets = self.data.valid if split == "validation" else self.data.test
         iteration, known = self._validation
-        losses: dict[str, float] = {}
+        results: dict[str, MeanLoss] = {}
         if split == "validation" and iteration == self.state.iteration:
-            losses.update(known)
+            results.update(known)
         for name, dataset in datasets.items():
-            loss = losses[name] if name in losses else self._mean_loss(dataset)
-            if isinstance(loss, StopDecision):
-                return loss
-            losses[name] = loss
-            self.metrics.log_eval(self.state, split, label, loss, name)
+            result = results[name] if name in results else self._mean_loss(dataset)
+            if isinstance(result, StopDecision):
+                return result
+            results[name] = result
+            self.metrics.log_eval(self.state, split, label, result.loss, name, result.bits_per_byte)
         if split == "validation":
-            self._validation = self.state.iteration, losses
+            self._validation = self.state.iteration, results
         for callback in self.callbacks:
+            losses = {name: result.loss for name, result in results.items()}
             callback.after_evaluation(self.state, split, losses)
         return None
 
@@ -274,35 +290,39 @@ class Trainer:
         for name, metrics, is_perplexity in results:
             if is_perplexity:
                 label = f"iteration {self.state.iteration}"
-                self.metrics.log_eval(self.state, "validation", label, metrics["loss"], name)
+                bits, loss = metrics.get("bits_per_byte"), metrics["loss"]
+                self.metrics.log_eval(self.state, "validation", label, loss, name, bits)
             else:
                 self.metrics.log_task(self.state, name, metrics)
         return None
 
-    def _mean_loss(self, dataset: TokenDataset) -> float | StopDecision:
+    def _mean_loss(self, dataset: TokenDataset) -> MeanLoss | StopDecision:
         """Computes the loss over the first --eval-iters batches of a dataset. Collective.
 
         Every evaluation of a run reads the same samples, so losses are comparable and a resumed run
         repeats them.
 
         Returns:
-            Loss in nats per token, or the decision to stop that interrupted the evaluation.
+            The loss, or the decision to stop that interrupted the evaluation.
         """
         schedule, dp_size = self.config.schedule, self.mesh.dp.size
         samples = self.config.evaluation.eval_iters * self.config.final_global_batch_size(dp_size)
         count = samples // (schedule.micro_batch_size * dp_size)
-        parts = []
+        parts, num_bytes = [], list[Tensor]()
         with closing(self._batches(dataset)) as batches:
+            inputs = _with_bytes(batches, self.token_bytes, num_bytes)
             for done in range(0, count, MICRO_BATCHES_PER_CALL):
                 stop = self.exits.external_stop(self.state.iteration)
                 if stop is not None:
                     return stop
                 self.saver.advance()
                 size = min(MICRO_BATCHES_PER_CALL, count - done)
-                parts.append(self.engine.eval_loss(batches, size))
-        total, weight = (sum(map(float, values)) for values in zip(*parts, strict=True))
-        mean_total, mean_weight = self.metrics.mean_over_dp([total / count, weight / count])
-        return mean_total / mean_weight if mean_weight else 0.0
+                parts.append(self.engine.eval_loss(inputs, size))
+        sums = [*(sum(map(float, values)) for values in zip(*parts, strict=True))]
+        sums.append(sum(map(float, num_bytes)))
+        total, weight, nats, text = self.metrics.mean_over_dp([value / count for value in sums])
+        bits_per_byte = nats / text / math.log(2) if text else None
+        return MeanLoss(total / weight if weight else 0.0, bits_per_byte)
 
     def _save(self, *, final: bool) -> None:
         """Saves a checkpoint if there is a --save folder.
@@ -332,6 +352,16 @@ class Trainer:
     def _blend_history(self) -> BlendHistory:
         assert self.data.progress is not None
         return self.data.progress.history_after(self.state.consumed_samples)
+
+
+def _with_bytes(
+    batches: Iterator[DeviceBatch], token_bytes: Tensor | None, num_bytes: list[Tensor]
+) -> Iterator[DeviceBatch]:
+    """The batches, the bytes of whose counted labels are appended to `num_bytes`."""
+    for batch in batches:
+        if token_bytes is not None:
+            num_bytes.append(batch.num_bytes(token_bytes))
+        yield batch
 
 
 def _graph_count() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -241,7 +242,11 @@ def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh, samples: Samples) -
     schedule = config.schedule
     count = schedule.global_batch_size // (schedule.micro_batch_size * mesh.dp.size)
     count = max(count // 2, 1)
-    loss = engine.eval_loss(batches_of(config, mesh, samples), count)
+    batches = list(itertools.islice(batches_of(config, mesh, samples), count))
+    loss = engine.eval_loss(iter(batches), count)
+    if all(batch.loss_mask_BS is None for batch in batches):
+        tokens = sum(int(batch.num_counted()) for batch in batches)
+        torch.testing.assert_close(loss.nats / tokens, loss.total / loss.weight)
     sums = torch.stack([loss.total, loss.weight])
     dist.all_reduce(sums, group=mesh.dp.handle)
     return float(sums[0] / sums[1])

@@ -57,6 +57,8 @@ class JsonLines(Logger):
     def log_eval(self, record: EvalRecord) -> None:
         group = {"group": record.group} if record.group else {}
         results = {f"{record.split}_loss": record.loss, "ppl": record.ppl}
+        if record.bits_per_byte is not None:
+            results["bits_per_byte"] = record.bits_per_byte
         self._log_evaluation({"iteration": record.iteration, **group, **results})
 
     def log_task(self, record: TaskRecord) -> None:

@@ -222,6 +222,8 @@ def evaluation_block(record: EvalRecord) -> str:
         f"{record.group or ' validation'} loss at {record.label} | "
         f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.ppl:.6E} | "
     )
+    if record.bits_per_byte is not None:
+        text += f"bits per byte: {record.bits_per_byte:.6E} | "
     dashes = "-" * (len(text) + 1)
     return f"{dashes}\n{text}\n{dashes}"
 
@@ -230,7 +232,10 @@ def short_evaluation_line(record: EvalRecord, total_iterations: int) -> str:
     """Evaluation line of the short log; the loss is aligned with the training lines."""
     progress = f"{record.iteration:{len(str(total_iterations))}}/{total_iterations}"
     fields = [f" {record.split:10} {progress}", f"loss {record.loss:7.4f}"]
-    return " | ".join([*fields, f"perplexity {record.ppl:,.2f}", *filter(None, [record.group])])
+    fields.append(f"perplexity {record.ppl:,.2f}")
+    if record.bits_per_byte is not None:
+        fields.append(f"bits per byte {record.bits_per_byte:.4f}")
+    return " | ".join([*fields, *filter(None, [record.group])])
 
 
 def times_block(times: Mapping[str, Sequence[float]], option: str) -> str:

@@ -112,6 +112,8 @@ class TensorBoard(Logger):
             self._add(f"{FIRST}{group}validation", record.loss, record)
         if self._logging.log_validation_ppl_to_tensorboard:
             self._add(f"{tag} ppl", record.ppl, record, SAMPLES, TOKENS)
+        if record.bits_per_byte is not None:
+            self._add(f"{tag} bits per byte", record.bits_per_byte, record, SAMPLES, TOKENS)
         self._file.flush()
 
     def log_task(self, record: TaskRecord) -> None:

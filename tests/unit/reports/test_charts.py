@@ -139,6 +139,7 @@ def test_final_figures(runs: dict[str, History]) -> None:
         "steps": "6 of 8",
         "loss (last 10 steps)": "6.0000",
         "validation loss": "wiki 3.5000, code 2.5000",
+        "bits per byte": "–",
         "test loss": "–",
         "s/step": "0.500",
         "samples/s": "8.00",

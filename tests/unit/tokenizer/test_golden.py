@@ -111,6 +111,25 @@ def test_golden_files_have_the_ids_of_the_corpus(kind: str) -> None:
         assert pickle.loads(pickle.dumps(tokenizer)).encode_batch(texts()) == ids
 
 
+@pytest.mark.parametrize("kind", FILES)
+def test_the_bytes_of_tokens_are_those_of_their_text(kind: str) -> None:
+    """Claim (tokenizers): the bytes of a text's tokens, by which bits per byte are computed, are
+    those of the text in UTF-8"""
+    tokenizer = tokenizer_of(kind)
+    sizes = tokenizer.token_bytes()
+    if kind in ("BertWordPieceLowerCase", "BertWordPieceCase", "NullTokenizer"):
+        assert sizes is None
+        return
+    assert sizes is not None
+    assert (len(sizes), sizes[tokenizer.eod]) == (tokenizer.vocab_size, 0)
+    is_piece = kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+    for text in texts():
+        if "</s>" in text or (is_piece and "\u2581" in text):
+            continue  # special tokens for some; SentencePiece decodes the sign as a space
+        expected = len(text.encode()) + is_piece  # of the space before a text
+        assert sum(sizes[token] for token in tokenizer.encode(text)) == expected
+
+
 @pytest.mark.parametrize("kind", WITH_TEXT_FILES)
 def test_byte_order_marks_are_no_part_of_a_file(kind: str, tmp_path: Path) -> None:
     names = {*FILES[kind].values()} & {*os.listdir(FOLDER)}

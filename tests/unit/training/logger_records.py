@@ -50,10 +50,12 @@ def interval(iteration: int, **changes: object) -> IntervalRecord:
     return dataclasses.replace(record, **changes)
 
 
-def evaluation(iteration: int, split: str = "validation", group: str = "") -> EvalRecord:
+def evaluation(
+    iteration: int, split: str = "validation", group: str = "", bits: float | None = None
+) -> EvalRecord:
     """An evaluation with a loss of 2.0."""
     label = f"iteration {iteration}"
-    return EvalRecord(iteration, 4 * iteration, 32 * iteration, split, label, 2.0, group)
+    return EvalRecord(iteration, 4 * iteration, 32 * iteration, split, label, 2.0, group, bits)
 
 
 def task_results(iteration: int, task: str = "TASK") -> TaskRecord:

@@ -87,10 +87,14 @@ def test_a_resumed_run_has_every_step_once(path: Path) -> None:
 def test_evaluations_name_their_dataset(path: Path) -> None:
     logger = JsonLines(path, 0)
     for group in ("", "A", "B", "A"):
-        logger.log_eval(evaluation(1, "test", group))
+        logger.log_eval(evaluation(1, "test", group, 0.75 if group else None))
     assert read(path) == [
-        {"iteration": 1, **named, "test_loss": 2.0, "ppl": pytest.approx(7.389056)}
-        for named in ({}, {"group": "A"}, {"group": "B"})
+        {"iteration": 1, **named, "test_loss": 2.0, "ppl": pytest.approx(7.389056), **bits}
+        for named, bits in (
+            ({}, {}),
+            ({"group": "A"}, {"bits_per_byte": 0.75}),
+            ({"group": "B"}, {"bits_per_byte": 0.75}),
+        )
     ]
 
 

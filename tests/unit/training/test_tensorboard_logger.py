@@ -60,7 +60,7 @@ def test_the_tags_are_the_documented_ones(tmp_path: Path) -> None:
         tmp_path,
         step(1, loss_scale=8.0, curriculum_seqlen=8),
         interval(1, params_norm=3.0),
-        *(evaluation(1, split, group) for split in SPLITS for group in ("", "GROUP")),
+        *(evaluation(1, split, group, 0.5) for split in SPLITS for group in ("", "GROUP")),
         task_results(1),
         **dict.fromkeys(flags, True),
     )

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets
-from megatron_ds.engine.device_batches import DeviceBatches
+from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.evaluation.in_training import Result, Stopped
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.parallel.mesh import Group, Mesh
@@ -102,6 +102,7 @@ def make_trainer(
     mean_over_dp: Callable[[list[float]], list[float]] = lambda values: values,
     state: TrainState | None = None,
     tasks: Any = None,
+    token_bytes: torch.Tensor | None = None,
     **changes: Any,
 ) -> Trainer:
     """A trainer of six iterations that saves after every third.
@@ -133,6 +134,7 @@ def make_trainer(
         report=MagicMock(),
         clock=parts.clock,
         tasks=tasks,
+        token_bytes=token_bytes,
     )
 
 
@@ -399,7 +401,35 @@ def test_an_evaluation_weights_every_token_of_all_ranks_equally() -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(trainer, "_batches", lambda *_: MagicMock())
                 loss = trainer._mean_loss(MagicMock())
-            assert loss == (own.total / own.weight if mean_over_dp is send else 7.0 / 4.0)
+            expected = own.total / own.weight if mean_over_dp is send else 7.0 / 4.0
+            assert loss == (expected, None)
+
+
+def test_bits_per_byte_are_those_of_the_counted_tokens_of_all_ranks() -> None:
+    """Claim (parallel): evaluations log the bits per byte of the counted tokens of all ranks"""
+    rows = torch.tensor([[0, 1, 2, 3]])
+
+    def evaluate(batches: Iterator[DeviceBatch], count: int) -> LossSum:
+        for _ in range(count):
+            next(batches)
+        return LossSum(1.0 * count, 1.0 * count, 14.0 * count)
+
+    trainer = make_trainer(
+        MagicMock(eval_loss=evaluate),
+        MagicMock(spec=Logger),
+        mean_over_dp=lambda values: [values[0], values[1], values[2], values[3] * 2],
+        eval_iters=3,
+        token_bytes=torch.tensor([9, 3, 4, 5]),
+    )
+    for mask, counted in ((None, 12), (torch.tensor([[1.0, 0.0, 1.0]]), 8)):
+        batch = DeviceBatch(rows[:, :-1], rows[:, 1:], mask, 0)
+        batches = MagicMock(__iter__=lambda *_, batch=batch: itertools.repeat(batch))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "_batches", lambda *_, batches=batches: batches)
+            assert trainer._mean_loss(MagicMock()) == (
+                1.0,
+                pytest.approx(14.0 / (2 * counted) / math.log(2)),
+            )
 
 
 def test_samples_of_skipped_iterations_are_not_trained_on(capsys: Any) -> None:
