@@ -285,9 +285,6 @@ def _pipeline_problems(config: Config) -> Iterator[Problem]:
         return
     if in_effect(config.recompute).contiguous_checkpointing:
         yield Problem("contiguous-checkpointing-with-pipeline", settings=config.parallel)
-    if config.model.mtp_num_layers:
-        fields = "mtp_num_layers", "pipeline_model_parallel_size"
-        yield Problem("predictions-with-pipeline", *fields)
     for name in ("eval_tasks", "eval_only"):
         if getattr(config.evaluation, name) is not None:
             fields = name, "pipeline_model_parallel_size"
@@ -304,8 +301,6 @@ def _sequence_problems(config: Config) -> Iterator[Problem]:
     size = config.parallel.ds_sequence_parallel_size
     if size <= 1:
         return
-    if config.model.mtp_num_layers:
-        yield Problem("predictions-with-ulysses", "mtp_num_layers", SIZE)
     if config.runtime.compile:
         yield Problem("sequence-parallelism-with-compile", SIZE, "compile")
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size

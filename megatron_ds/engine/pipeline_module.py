@@ -26,12 +26,9 @@ from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.step import WeightedBatch
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.output_layer import TokenLoss
-from megatron_ds.model.spec.architecture import run_spec
+from megatron_ds.model.spec.architecture import run_spec, tied_layer
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
-
-TIED = "embedding.word"
-"""The layer whose weight a tied output layer shares."""
 
 
 class PipelineGrid(topology.PipelineParallelGrid):  # type: ignore[misc]
@@ -64,7 +61,7 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         build: Builds the part of the model that has some of the layers of `layer_specs`.
         stages: Layers of each stage in `layer_specs`.
         own_stages: This rank's stages, in the order of a forward pass.
-        tied: The output layer shares the embedding's weight.
+        tied: Name of the first stage's layer whose weights the last one has, too.
         mesh: Mesh of this process.
     """
 
@@ -78,10 +75,10 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         stages: Sequence[slice],
         own_stages: tuple[int, ...],
         *,
-        tied: bool,
+        tied: str | None,
         mesh: Mesh,
     ) -> None:
-        self._build_gpt, self._mesh, self._is_tied = build, mesh, tied
+        self._build_gpt, self._mesh, self._tied = build, mesh, tied
         self._stages, self._own_stages = stages, own_stages
         self._inputs: list[Iterator[WeightedBatch]] = []
         self.losses: list[TokenLoss] = []
@@ -157,13 +154,13 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         """DeepSpeed's hook: which ranks share a module. The copy of the last stage is not counted
         in norms."""
         ends, stage = self._mesh.embedding, self._mesh.pp.rank
-        if not self._is_tied or stage not in (0, self._mesh.pp.size - 1):
+        if self._tied is None or stage not in (0, self._mesh.pp.size - 1):
             return {}
-        word = self.get_submodule(TIED)
-        for parameter in word.parameters():
+        weights = dict((module := self.get_submodule(self._tied)).named_parameters())
+        for parameter in weights.values():
             parameter.ds_pipe_replicated = stage > 0
-        comm = {"ranks": list(ends.ranks), "group": ends.handle, "module": word}
-        return {TIED: {**comm, "weight_attr": ["weight"]}}
+        comm = {"ranks": list(ends.ranks), "group": ends.handle, "module": module}
+        return {self._tied: {**comm, "weight_attr": list(weights)}}
 
     @torch.no_grad()
     def _synchronize_tied_weights(self) -> None:
@@ -172,7 +169,8 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """The shared parameters of this stage, and the group over which gradients are summed."""
-        return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
+        comms = self.tied_comms.values()
+        return [(weight, comm["group"]) for comm in comms for weight in comm["module"].parameters()]
 
 
 class FoldedStages(PipelineStage, DualPipeVModule):  # type: ignore[misc]
@@ -207,6 +205,6 @@ def build_stage(
         build,
         stage_slices(run_spec(config), layers),
         rank_stages,
-        tied=not config.model.untie_embeddings_and_output_weights,
+        tied=tied_layer(config.model),
         mesh=mesh,
     )

@@ -113,7 +113,6 @@ class GPTModel(nn.Module):
         self.compiled = EAGER_TEXT
         self.has_compiled_layers = False
         self.attention = attention
-        self._main = slice(config.num_layers)
         self._depths = {k: f"mtp_{k}_loss" for k in range(1, config.mtp_num_layers + 1)}
         losses = [*([Z_LOSS] if config.z_loss_coeff else []), *self._depths.values()]
         self.router_log = RouterLog(logged_shapes(moe) | dict.fromkeys(losses, ()))
@@ -187,9 +186,10 @@ class GPTModel(nn.Module):
             assert x_SBH is not None
         like = next(self.parameters()) if self.config.fp32_residual_connection else x_SBH
         keys, blocks = keys_of(like, length, packed, cache), self.blocks(stage)
+        main = [block for block in blocks if block.layer < self.config.num_layers]
         contexts = self.positions.contexts([block.rule for block in blocks], keys)
         with self.router_log.recording(training=self.training):
-            x_SBH = self._run_blocks(blocks[self._main], x_SBH, contexts, cache, dropout)
+            x_SBH = self._run_blocks(main, x_SBH, contexts, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])
         if hidden_only or not has_head:
             return x_SBH
@@ -246,7 +246,7 @@ class GPTModel(nn.Module):
         if positions_BS is None:
             positions_BS = torch.ones_like(tokens_BS).cumsum(1) - 1
         factor = self.config.mtp_loss_scaling_factor / len(self._depths)
-        losses, blocks = {}, self.blocks()[self.config.num_layers :]
+        losses, blocks = {}, self.blocks()[-len(self._depths) :]
         ends = zip(self._depths.items(), self.predictions.values(), blocks, masks, strict=True)
         for (depth, name), prediction, block, mask_BS in ends:
             next_BS, places_BS, targets_BS = (
@@ -254,12 +254,12 @@ class GPTModel(nn.Module):
                 for values in (tokens_BS, positions_BS, labels_BS)
             )
             self._rng.begin_layer(dropout, EMBEDDING - depth)
-            embedded_SBH = self.embedding(next_BS, 0, places_BS)
+            embedded_SBH = self.embedding(next_BS[:, local], 0, places_BS[:, local])
             x_SBH = prediction(x_SBH, embedded_SBH)
             with self.router_log.recording(training=True):
                 x_SBH = self._run_blocks([block], x_SBH, contexts, None, dropout)
             x_SBH = prediction.output_norm(x_SBH)  # type: ignore[union-attr, operator]
-            output = self._output(x_SBH, targets_BS, mask_BS, ALL_LAYERS[0])
+            output = self._output(x_SBH, targets_BS, mask_BS, local)
             losses[name] = FurtherLoss(output[0], output[1], factor)
         return loss._replace(further=losses)
 

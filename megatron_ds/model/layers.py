@@ -20,6 +20,7 @@ from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
 from megatron_ds.model.prediction import Prediction
+from megatron_ds.model.spec.architecture import tied_layer
 from megatron_ds.model.spec.parts import NormSpec, OutputSpec
 from megatron_ds.model.spec.residual import Residual
 from megatron_ds.model.weight_init import Initializer
@@ -103,8 +104,8 @@ class LayerSpec:
     """Canonical name, e.g. "layers.3"."""
     build: Callable[[], nn.Module]
     tied_to: LayerSpec | None = None
-    """Part of an earlier layer whose weight this layer uses. A stage that lacks the earlier layer
-    builds this part, with the same initial weight; the gradients of both must be summed."""
+    """Earlier layer, or part of one, whose weights the last stage uses. If it lacks the layer it
+    builds this, with the same initial weights; the gradients of both must be summed."""
 
 
 def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[LayerSpec]:
@@ -134,10 +135,11 @@ def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[La
             *sizes, weight, group=group, init=init, loss=parts.loss, terms=terms, bias=bias
         )
 
-    untied = config.untie_embeddings_and_output_weights
+    embedding = LayerSpec("embedding", lambda: Embedding(config, group=group, init=init))
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))
+    tied = {layer.name: layer for layer in (embedding, word)}.get(tied_layer(config) or "")
     return [
-        LayerSpec("embedding", lambda: Embedding(config, group=group, init=init)),
+        embedding,
         *(
             LayerSpec(f"layers.{layer}", lambda layer=layer: block(layer))  # type: ignore[misc]
             for layer in range(config.num_layers + config.mtp_num_layers)
@@ -147,7 +149,7 @@ def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[La
             LayerSpec(name, lambda name=name: Prediction(config, name, group, init))  # type: ignore[misc]
             for name in (f"predictions.{depth}" for depth in range(config.mtp_num_layers))
         ),
-        LayerSpec("head", head, tied_to=None if untied else word),
+        LayerSpec("head", head, tied_to=tied),
     ]
 
 

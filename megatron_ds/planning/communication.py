@@ -78,9 +78,12 @@ class _Messages:
         self.rank_layers = run.rank_layers[pp_rank]
         self.own = self.parallel.stages_of_ranks[pp_rank]
         self.stages = len(run.stages)
-        self.losses = 1 + config.model.mtp_num_layers
-        """Losses, each with an output layer, and an embedding of its tokens."""
-        self.layers = sum(run.stages[stage] for stage in self.own) + self.losses - 1
+        self.has_end = self.stages - 1 in self.own
+        depths = config.model.mtp_num_layers * self.has_end
+        self.layers = sum(run.stages[stage] for stage in self.own) + depths
+        self.losses = depths + self.has_end
+        """Losses, each with an output layer."""
+        self.embeddings = depths + (0 in self.own)
         experts = [part for layer in self.rank_layers for part in layer.experts]
         self.sparse = len(experts)
         """Layers with experts."""
@@ -100,10 +103,13 @@ class _Messages:
         layers, ep_size = self.rank_layers, self.config.expert_parallel_size
         size = self.spec.elements(layers)
         experts = self.spec.elements(layers, is_expert) if ep_size > 1 else 0
-        yield from self._of_replicas(size - experts, "dp_sp", self.replicas)
+        again = self._gathered_again()
+        yield from self._of_replicas(size - experts, "dp_sp", self.replicas, again)
         yield from self._of_replicas(experts, "expert_dp", self.replicas // ep_size)
 
-    def _of_replicas(self, elements: int, axis: str, ranks: int) -> Iterator[Traffic]:
+    def _of_replicas(
+        self, elements: int, axis: str, ranks: int, again: int = 0
+    ) -> Iterator[Traffic]:
         stage, zero = self.inputs.zero_stage, self.inputs.zero
         gradients = elements * self.inputs.reduction_bytes
         parameters = elements * self.inputs.param_bytes
@@ -113,6 +119,7 @@ class _Messages:
         if stage == 3:  # the parameters of each layer, for the forward and the backward pass
             gathers = self.count * 2
             size, messages = gathers * parameters, gathers * (self.layers + 2)
+            size += self.count * again * self.inputs.param_bytes
             yield Traffic("reduce-scatter", axis, "gradients", total, ranks, buckets, 1.0)
             yield Traffic("all-gather", axis, "parameters", size, ranks, messages, 1.0)
             return
@@ -125,18 +132,26 @@ class _Messages:
             messages = -(-elements // int(zero.get("allgather_bucket_size", ALLREDUCE_BUCKET)))
             yield Traffic("all-gather", axis, "parameters", parameters, ranks, messages)
 
+    def _gathered_again(self) -> int:
+        """Elements that multi-token prediction gathers besides: the embedding for each depth, and
+        for each loss an output layer. A tied one stays gathered."""
+        depths, ends = self.losses - 1, self.spec.after[-1:]
+        if depths == 0 or not self.model.untie_embeddings_and_output_weights:
+            return 0
+        embedding = self.spec.elements(self.spec.before)
+        return depths * embedding + self.losses * (self.spec.elements(ends) - embedding)
+
     def of_tensor_parallelism(self) -> Iterator[Traffic]:
         """The sums that the layers declare, one of the embedding and one of the output layer.
 
         The experts' sums are of all rows that they compute.
         """
         size = self.tp_size
-        first, last = (stage in self.own and self.losses for stage in (0, self.stages - 1))
-        hidden, tokens = "hidden states", self.tokens * last
+        hidden, ends = "hidden states", self.embeddings + self.losses
         passes = 3 if self.is_recomputed else 2
         expert_sums = self.share * passes
-        statistics = self.count * LOSS_STATISTICS * FP32 * tokens * size
         messages = self.count * self.losses
+        statistics = messages * LOSS_STATISTICS * FP32 * self.tokens * size
         yield Traffic("all-gather", "tp", "loss statistics", statistics, size, messages)
         parts = [part for layer in self.rank_layers for part in layer.parts.values()]
         regions = sum(part.regions for part in parts)
@@ -151,7 +166,7 @@ class _Messages:
         if not self.parallel.sequence_parallel:
             yield Traffic("all-reduce", "tp", features, size_of_latents, size, latents)
             # Recomputation ends before the last sum of a layer, which no gradient needs.
-            sums = regions * passes - replaced - self.layers * self.is_recomputed + first + last
+            sums = regions * passes - replaced - self.layers * self.is_recomputed + ends
             if self.is_recomputed and not self.config.moe.moe_shared_expert_gate:
                 sums -= self.shared
             sums = self.count * (sums + round(self.sparse * (expert_sums - 2)))
@@ -163,8 +178,8 @@ class _Messages:
         )
         yield Traffic("reduce-scatter", "tp", features, size_of_latents, size, latents)
         # What a projection has gathered is gathered again for the gradient of its weight.
-        gathers = regions * (passes + 1) + first + last - self.sparse - passes * replaced
-        scatters = (regions - self.sparse) * passes + first + last - replaced
+        gathers = regions * (passes + 1) + ends - self.sparse - passes * replaced
+        scatters = (regions - self.sparse) * passes + ends - replaced
         for operation, what, messages in (
             ("all-reduce", "rows of experts", round(self.count * self.sparse * expert_sums)),
             ("all-gather", hidden, self.count * gathers),
@@ -211,9 +226,8 @@ class _Messages:
         part = part // self.inputs.param_bytes * FP32 if self.is_wide else part
         messages = self.count * sends
         yield Traffic("send", "pp", "hidden states", messages * part, ranks, messages)
-        ends = {0, stages - 1} & local
-        if not self.model.untie_embeddings_and_output_weights and len(ends) == 1:
-            table = self.model.padded_vocab(self.tp_size) // self.tp_size * self.model.hidden_size
-            yield Traffic(
-                "all-reduce", "embedding", "gradient of the tied embedding", table * FP32, 2
-            )
+        copied = {weight.name for weight in self.spec.after[-1].tied}
+        if len({0, stages - 1} & local) == 1:
+            size = FP32 * self.spec.elements(self.spec.before, lambda one: one.name in copied)
+            what = "gradient of the tied embedding"
+            yield Traffic("all-reduce", "embedding", what, size, 2, len(copied))

@@ -94,6 +94,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "normalization": "RMSNorm",
         "z_loss_coeff": 0.05,
         "final_logit_softcapping": 2.0,
+        "mtp_num_layers": 1,
     },
     "tied": {"position_embedding_type": "none", "untie_embeddings_and_output_weights": False},
     "latent": {
@@ -104,6 +105,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 6,
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
+        "untie_embeddings_and_output_weights": True,
+        "mtp_num_layers": 1,
+        "mtp_loss_scaling_factor": 0.5,
         "qk_layernorm": True,
         "normalization": "RMSNorm",
         "activation": "swiglu",

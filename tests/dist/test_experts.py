@@ -136,14 +136,14 @@ CASES = {
         moe={**DROPPING_BY_POSITION, **SIGMOID, **BIAS, **BY_SEQUENCE, **SHARED},
     ),
     IN_STAGES: layout(
-        *(4, 1, 1, 4, "tied", "adamw"),
+        *(4, 1, 1, 4, "latent", "adamw"),
         ep=2,
         pp=2,
         moe={**FOUR, **SIGMOID, **BIAS, **GLOBAL, "expert_interval": 2},
         changes={"recompute": FULL},
     ),
     "folded stages, tp": layout(
-        *(4, 1, 2, 4, "swiglu", "sgd"),
+        *(4, 1, 2, 4, "latent", "sgd"),
         pp=2,
         moe={**FOUR, **SHARED, "moe_layer_freq": "[0]*1+[1]*4", "moe_latent_size": 16},
         changes={

@@ -44,7 +44,6 @@ CASES = (
     Case(2, 1, 1, 4, "norm stream", "grouped"),
     Case(2, 3, 2, 4, "reordered", "grouped"),
     Case(2, 0, 2, 4, "parallel", "adamw"),
-    Case(2, 1, 2, 4, "ahead", "muon"),
     Case(2, 1, 1, 4, "latent", "adamw", sp=2),
     Case(2, 1, 2, 4, "latent", "adamw", {"parallel": {"sequence_parallel": True}}),
 )

@@ -129,13 +129,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         PP: 2,
         TP: 2,
         "sequence_parallel": True,
-        "model": {"fp32_residual_connection": True},
+        "model": {"fp32_residual_connection": True, "mtp_num_layers": 1},
     },
     "zero1 pp4, llama": {"zero_stage": 1, PP: 4, "model": LLAMA},
     "zero1 sp2": {"zero_stage": 1, SP: 2},
-    "zero3 sp2, llama": {"zero_stage": 3, SP: 2, "model": LLAMA},
+    "zero3 sp2, llama": {"zero_stage": 3, SP: 2, "model": AHEAD},
     "zero2 sp2 tp2": {"zero_stage": 2, SP: 2, TP: 2},
-    "zero1 pp2 tp2 experts": {"zero_stage": 1, PP: 2, TP: 2, "moe": EXPERTS},
+    "zero1 pp2 tp2 experts, llama": {
+        "zero_stage": 1,
+        PP: 2,
+        TP: 2,
+        "model": {**AHEAD, "mtp_num_layers": 1},
+        "moe": EXPERTS,
+    },
     "zero1 ep2 sp2": {"zero_stage": 1, SP: 2, EP: 2, "moe": EXPERTS},
     "zero2 ep4, every second layer": {
         "zero_stage": 2,
@@ -158,7 +164,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 IN_MAKE_TEST = (
-    *("zero0 fp32", "zero2 tp2, llama", "zero3 sp2, llama", "zero1 pp2 tp2 experts"),
+    *("zero0 fp32", "zero2 tp2, llama", "zero3 sp2, llama"),
+    "zero1 pp2 tp2 experts, llama",
     *(
         "zero1 tp2 sequence parallel, llama, full recomputation",
         "zero1 tp2 sequence parallel, latent attention, full recomputation",

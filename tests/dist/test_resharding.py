@@ -150,17 +150,20 @@ DENSE_LAYOUTS = {
     for sizes, options in SIZES.items()
     for stage in stages_of(sizes)
 }
-MOE = {
-    "moe": {
-        "num_experts": (4,),
-        "moe_router_bias": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_ffn_hidden_size": 24,
-        "moe_latent_size": 16,
-        "moe_shared_expert_intermediate_size": 16,
-        "moe_shared_expert_gate": True,
-    }
+MOE: dict[str, Any] = {
+    "model": "latent",
+    "changes": {
+        "moe": {
+            "num_experts": (4,),
+            "moe_router_bias": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_ffn_hidden_size": 24,
+            "moe_latent_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+            "moe_shared_expert_gate": True,
+        }
+    },
 }
 NO_BIAS = "swiglu"
 SGD = {"optimizer": {"sgd_momentum": 0.9, "lr": 0.05}, "model": {"num_layers": 4}}
@@ -175,17 +178,17 @@ BY_NAME = {"param_group": ("pattern=layers.1.mlp.*,lr=1.0000001x",)}
 """Another group of parameters, whose step is that of the others within the tolerance."""
 FAMILIES: dict[str, dict[str, Layout]] = {
     "experts": {
-        "zero0": Layout(0, world=1, changes=MOE),
-        "ep2 zero1": Layout(1, ep=2, changes=MOE),
-        "tp2 zero3": Layout(3, tp=2, changes=MOE),
-        "ep2 tp2 zero2": Layout(2, world=4, ep=2, tp=2, changes=MOE),
-        "dp2 zero2": Layout(2, changes=MOE),
-        "ep2 zero2": Layout(2, ep=2, changes=MOE),
-        "ep2 zero0": Layout(0, ep=2, changes=MOE),
-        "ep2 pp2 zero1": Layout(1, world=4, ep=2, pp=2, changes=MOE),
-        "ep2 tp2 zero0": Layout(0, world=4, ep=2, tp=2, changes=MOE),
-        "ep2 ulysses zero2": Layout(2, world=4, ep=2, ulysses=2, changes=MOE),
-        "ep2 dp4 zero1": Layout(1, world=4, ep=2, changes=MOE),
+        "zero0": Layout(0, world=1, **MOE),
+        "ep2 zero1": Layout(1, ep=2, **MOE),
+        "tp2 zero3": Layout(3, tp=2, **MOE),
+        "ep2 tp2 zero2": Layout(2, world=4, ep=2, tp=2, **MOE),
+        "dp2 zero2": Layout(2, **MOE),
+        "ep2 zero2": Layout(2, ep=2, **MOE),
+        "ep2 zero0": Layout(0, ep=2, **MOE),
+        "ep2 pp2 zero1": Layout(1, world=4, ep=2, pp=2, **MOE),
+        "ep2 tp2 zero0": Layout(0, world=4, ep=2, tp=2, **MOE),
+        "ep2 ulysses zero2": Layout(2, world=4, ep=2, ulysses=2, **MOE),
+        "ep2 dp4 zero1": Layout(1, world=4, ep=2, **MOE),
     },
     "sgd": {
         "zero0": Layout(0, optimizer="sgd", changes=SGD),

@@ -215,13 +215,20 @@ def model_spec(
 
     depths = range(model.mtp_num_layers)
     blocks = tuple(map(block, range(model.num_layers + len(depths))))
-    word = embedding.weights["embedding.word.weight"]
-    tied = () if model.untie_embeddings_and_output_weights else (word,)
-    head = Layer("head", {"": OutputSpec(model, rows)}, tied)
+    tied = tied_layer(model) or "nothing"
+    copied = tuple(w for name, w in embedding.weights.items() if name.startswith(tied))
+    head = Layer("head", {"": OutputSpec(model, rows)}, copied)
     prediction = PredictionSpec(model, rows)
     predictions = (Layer(f"predictions.{depth}", {"": prediction}) for depth in depths)
     after = Layer("final_norm", {"": norm}), *predictions, head
     return ModelSpec((embedding,), blocks, after, tp_size, ep_size)
+
+
+def tied_layer(model: ModelConfig) -> str | None:
+    """The embedding, or the part of it, whose weights the last stage uses, too."""
+    if model.mtp_num_layers:
+        return "embedding"
+    return None if model.untie_embeddings_and_output_weights else "embedding.word"
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def measured_flops(config: ModelConfig, moe: MoEConfig) -> int:
     # The flash kernel's backward recomputes the scores; plain products count what the model needs.
     count = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: of_groups})
     with count as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, tokens).loss_sum.backward()
+        model.train()(tokens, tokens).weighted(None)[0].backward()
     return counter.get_total_flops()
 
 
@@ -38,16 +38,33 @@ def configuration(**changes: Any) -> ModelConfig:
     return ModelConfig(**TINY, seq_length=16, vocab_size=128, **changes)
 
 
-@pytest.mark.parametrize("groups", [None, 2])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("untied", [False, True])
+FORMS: list[dict[str, Any]] = [
+    {
+        "num_query_groups": groups,
+        "activation": activation,
+        "untie_embeddings_and_output_weights": is_untied,
+    }
+    for groups in (None, 2)
+    for activation in ("gelu", "swiglu")
+    for is_untied in (False, True)
+]
+DEEPSEEK: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "mtp_num_layers": 2,
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, DEEPSEEK], ids=str)
 @pytest.mark.parametrize("moe", [MoEConfig(), EXPERTS], ids=["dense", "experts"])
-def test_model_flops_are_those_that_torch_counts(
-    groups: int | None, activation: str, untied: bool, moe: MoEConfig
-) -> None:
+def test_model_flops_are_those_that_torch_counts(form: dict[str, Any], moe: MoEConfig) -> None:
     """Claim (logging): model TFLOP/s agree with torch's count"""
-    tying = {"untie_embeddings_and_output_weights": untied}
-    config = configuration(num_query_groups=groups, activation=activation, **tying)
+    config = configuration(**form)
     if moe.is_used:  # the gradients of their biases are products, too
         config = dataclasses.replace(config, add_bias_linear=False)
     counted = BATCH * model_spec(config, moe).flops(config.seq_length)
