@@ -180,10 +180,7 @@ class GPTModel(nn.Module):
         positions_BS = getattr(cache or packed, "positions_BS", None)
         local = local_slice(length := tokens_BS.shape[1], self._sp)
         if x_SBH is None:
-            self._rng.begin_layer(dropout, EMBEDDING)
-            own_BS = None if positions_BS is None else positions_BS[:, local]
-            x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
-            assert x_SBH is not None
+            x_SBH = self._embed(tokens_BS, offset, positions_BS, dropout)
         like = next(self.parameters()) if self.config.fp32_residual_connection else x_SBH
         keys, blocks = keys_of(like, length, packed, cache), self.blocks(stage)
         main = [block for block in blocks if block.layer < self.config.num_layers]
@@ -202,6 +199,21 @@ class GPTModel(nn.Module):
         logits = self(x_SBH, x_SBH=x_SBH, logits_only=True)
         assert isinstance(logits, Tensor)
         return logits
+
+    def _embed(
+        self,
+        tokens_BS: Tensor,
+        offset: int,
+        positions_BS: Tensor | None,
+        dropout: MicroBatchSeed | None,
+        depth: int = 0,
+    ) -> Tensor:
+        """This rank's slice of the embedded tokens."""
+        self._rng.begin_layer(dropout, EMBEDDING - depth)
+        local = local_slice(tokens_BS.shape[1], self._sp)
+        own_BS = None if positions_BS is None else positions_BS[:, local]
+        x_SBH: Tensor = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
+        return x_SBH
 
     def _output(
         self, x_SBH: Tensor, labels_BS: Tensor | None, loss_mask_BS: Tensor | None, local: slice
@@ -253,9 +265,7 @@ class GPTModel(nn.Module):
                 ahead(values, depth, documents_BS)
                 for values in (tokens_BS, positions_BS, labels_BS)
             )
-            self._rng.begin_layer(dropout, EMBEDDING - depth)
-            embedded_SBH = self.embedding(next_BS[:, local], 0, places_BS[:, local])
-            x_SBH = prediction(x_SBH, embedded_SBH)
+            x_SBH = prediction(x_SBH, self._embed(next_BS, 0, places_BS, dropout, depth))
             with self.router_log.recording(training=True):
                 x_SBH = self._run_blocks([block], x_SBH, contexts, None, dropout)
             x_SBH = prediction.output_norm(x_SBH)  # type: ignore[union-attr, operator]
