@@ -22,59 +22,17 @@ from tests.import_graph import (
     sources,
     tree,
 )
+from tests.tables import tables
 
-ALLOWED = {
-    "presets": "",
-    "config": "presets",
-    "fileio": "config",
-    "train_state": "config",
-    "launch": "config",
-    "parallel": "config",
-    "schedule_validation": "config schedules",
-    "schedules": "config train_state",
-    "tokenizer": "config",
-    "cli": "config launch presets schedule_validation",
-    "data": "config fileio tokenizer",
-    "model": "config parallel",
-    "evaluation": "cli config data inference launch model parallel preprocess tokenizer",
-    "extend": "config data model parallel train_state training",
-    "engine": "config data fileio launch model parallel train_state",
-    "preprocess": "config data fileio tokenizer",
-    "checkpoint": "config data engine fileio launch model parallel tokenizer train_state",
-    "cleaning": "cli config fileio launch preprocess tokenizer",
-    "conversion": "checkpoint config data engine fileio model parallel tokenizer",
-    "inference": "checkpoint cli config conversion fileio launch loading model parallel tokenizer",
-    "loading": "checkpoint config conversion engine fileio schedules tokenizer train_state",
-    "planning": "config engine launch model parallel schedule_validation tokenizer",
-    "reports": "checkpoint config training",
-    "training": "checkpoint cli config data engine evaluation fileio launch loading model parallel "
-    "planning schedule_validation schedules tokenizer train_state",
-}
+TABLES = tables(__file__)
+
+ALLOWED = TABLES["allowed"]
 """What each folder imports of the package, exactly."""
 
-ONLY_IN = {
-    "argparse": "conversion/megatron/write_common.py",
-    "deepspeed": "engine/ checkpoint/universal/ launch/",
-    "fastapi starlette uvicorn": "inference/serving/server.py inference/serving/access.py",
-    "os.environ os.environb os.getenv os.putenv os.unsetenv": "launch/",
-    "pretrain_gpt tools benchmarks tests": "",
-    "torch.cuda": "launch/device.py",
-}
+ONLY_IN = TABLES["only_in"]
 """The only folders and files that use some names."""
 
-NEVER_IN = {
-    "torch": """
-        checkpoint/metadata.py checkpoint/compatibility.py loading/options_from_checkpoint.py
-        checkpoint/selection.py checkpoint/store/ config/ fileio/ train_state.py schedules.py
-        schedule_validation.py extend/__init__.py
-        training/extensions.py training/records.py training/run.py
-        data/blend/blend_schedule.py data/blend/blend_spec.py data/build_datasets.py
-        data/child_process.py data/index_cache.py data/loader_process.py data/remote/
-        data/sample_index.py data/token_files/ data/validation.py preprocess/
-        reports/ training/loggers/events.py model/spec/ model/stages.py parallel/weights.py""",
-    "torch.distributed deepspeed megatron_ds.parallel": "data/ preprocess/ tokenizer/ cleaning/ "
-    "fileio/",
-}
+NEVER_IN = TABLES["never_in"]
 """Folders and files that do not use some names."""
 
 DEVICES = {

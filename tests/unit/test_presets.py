@@ -16,30 +16,15 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.model.spec.architecture import run_spec
 from tests.problems import codes
+from tests.tables import tables
 from tests.unit.model.dense import build_model
+
+TABLES = tables(__file__, tuple)
 
 PUBLISHED = re.compile(r"# .+?: (?P<count>[\d.]+(?= billion)|[\d,]+).* parameters.*")
 """The first line of a preset."""
 TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16}
-SMALLER = {
-    "ffn_hidden_size": 96,
-    "kv_channels": 24,
-    "window_size": "7,0",
-    "vocab_size": 90,
-    "num_experts": (4,),
-    "moe_layer_freq": "[0,1]",
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 48,
-    "moe_shared_expert_intermediate_size": 48,
-    "rotary_base_per_layer": (1e4, 1e6),
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 16,
-}
+SMALLER = TABLES["smaller"]
 """Tiny values of options that a preset sets."""
 RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 4 --data-path x"
 

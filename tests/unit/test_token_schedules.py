@@ -18,6 +18,9 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.problems import codes, raises_problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 LENGTH = 64
 
@@ -58,20 +61,7 @@ def problems(config: Config, dp_size: int = 1) -> list[Problem]:
 # Sequence length.
 
 
-@pytest.mark.parametrize(
-    ("curriculum", "step", "expected"),
-    [
-        # 8 + 24 k / 6 = 12, 16, 20, 24, 28, 32.
-        ((8, 32, 6), 8, [8, 16, 16, 24, 24, 32, 32]),
-        ((8, 32, 6), 4, [12, 16, 20, 24, 28, 32, 32]),
-        # The end is reached although it is not a multiple of the step.
-        ((8, 30, 4), 8, [8, 16, 24, 30, 30]),
-        ((16, 64, 1), 8, [64, 64]),
-        ((24, 24, 5), 8, [24, 24]),
-        # Growth per iteration exceeds the step, so some lengths are skipped.
-        ((8, 64, 3), 8, [24, 40, 64, 64]),
-    ],
-)
+@pytest.mark.parametrize(("curriculum", "step", "expected"), TABLES["lengths"])
 def test_sequence_length_grows_as_deepspeeds_fixed_linear(
     curriculum: tuple[int, int, int], step: int, expected: list[int]
 ) -> None:

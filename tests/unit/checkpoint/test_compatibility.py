@@ -29,105 +29,18 @@ from megatron_ds.config import (
 from megatron_ds.config.problems import UserError
 from megatron_ds.parallel.mesh import Group, Mesh
 from tests.problems import codes, raises_problem
+from tests.tables import tables
 from tests.unit.checkpoint.fakes import Managers, save
 
+TABLES = tables(__file__)
+
 ROPE = {"position_embedding_type": "rope"}
-YARN = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 2}
-LATENT = {**ROPE, "multi_latent_attention": True}
-MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
-    "num_layers": (3, {}),
-    "hidden_size": (16, {}),
-    "ffn_hidden_size": (24, {}),
-    "num_attention_heads": (4, {}),
-    "kv_channels": (8, {}),
-    "num_query_groups": (1, {}),
-    "seq_length": (2, {}),
-    "max_position_embeddings": (8, {}),
-    "position_embedding_type": ("alibi", {}),
-    "rotary_percent": (0.5, ROPE),
-    "rotary_base": (500.0, ROPE),
-    "rotary_base_per_layer": ((500.0, 5000.0), ROPE),
-    "rotary_interleaved": (True, ROPE),
-    "no_rope_freq": ("2", ROPE),
-    "rotary_seq_len_interpolation_factor": (2.0, ROPE),
-    "use_rope_scaling": (True, ROPE),
-    "rope_scaling_factor": (4.0, {**ROPE, "use_rope_scaling": True}),
-    "rope_ntk_factor": (2.0, {**ROPE, "max_position_embeddings": 4}),
-    "rope_scaling_layers": ("2", {**ROPE, "use_rope_scaling": True}),
-    "rotary_scaling_factor": (2.0, YARN),
-    "yarn_original_max_position_embeddings": (3, YARN),
-    "yarn_beta_fast": (16.0, YARN),
-    "yarn_beta_slow": (2.0, YARN),
-    "yarn_correction_range_round_to_int": (False, YARN),
-    "mscale": (2.0, YARN),
-    "mscale_all_dim": (1.0, YARN),
-    "window_size": ("3,0", {}),
-    "qk_layernorm": (True, {}),
-    "qk_layernorm_scope": ("all-heads", {"qk_layernorm": True}),
-    "qk_l2_norm": (True, {}),
-    "norm_position": ("both", {}),
-    "parallel_residual": ("shared", {}),
-    "apply_residual_connection_post_layernorm": (True, {}),
-    "apply_layernorm_1p": (True, {}),
-    "embedding_multiplier": (2.0, {}),
-    "residual_multiplier": (0.5, {}),
-    "logits_multiplier": (0.5, {}),
-    "output_layer_bias": (True, {}),
-    "add_attention_bias": (False, {}),
-    "softmax_scale": (0.3, {}),
-    "multi_latent_attention": (True, ROPE),
-    "q_lora_rank": (8, LATENT),
-    "kv_lora_rank": (8, LATENT),
-    "qk_head_dim": (8, LATENT),
-    "qk_pos_emb_head_dim": (8, LATENT),
-    "v_head_dim": (8, LATENT),
-    "attn_logit_softcapping": (50.0, {}),
-    "softmax_type": ("learnable", {}),
-    "attention_output_gate": (True, {}),
-    "head_wise_attn_gate": (True, {}),
-    "window_attn_skip_freq": ("2", {"window_size": "3,0"}),
-    "normalization": ("RMSNorm", {}),
-    "norm_epsilon": (0.01, {}),
-    "activation": ("squared-relu", {}),
-    "gelu_approximation": ("none", {}),
-    "activation_func_clamp_value": (7.0, {"activation": "swiglu"}),
-    "glu_linear_offset": (1.0, {"activation": "swiglu"}),
-    "untie_embeddings_and_output_weights": (True, {}),
-    "add_bias_linear": (False, {}),
-    "add_qkv_bias": (True, {"add_bias_linear": False}),
-    "embed_layernorm": (True, {}),
-    "softmax_vocab_size": (1000, {}),
-    "final_logit_softcapping": (30.0, {}),
-    "mtp_num_layers": (1, {}),
-}
+MODEL: dict[str, tuple[Any, dict[str, Any]]] = TABLES["model"]
 """By field: another value, and the values of other fields with which it has an effect."""
 EXPERTS = MoEConfig(num_experts=(4,))
-MOE: dict[str, Any] = {
-    "num_experts": (8,),
-    "expert_interval": 2,
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "moe_layer_freq": "[0,1]",
-    "moe_ffn_hidden_size": 24,
-    "moe_latent_size": 8,
-    "moe_shared_expert_intermediate_size": 16,
-    "moe_shared_expert_gate": True,
-    "moe_router_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-}
+MOE: dict[str, Any] = TABLES["moe"]
 """By field another value than that of EXPERTS."""
-CHANGED_MOE: dict[str, Any] = {
-    "moe_router_load_balancing_type": "none",
-    "moe_min_capacity": 4,
-    "moe_token_drop_policy": "position",
-    "moe_token_dropping": False,
-    "moe_router_dtype": "fp64",
-    "moe_router_force_load_balancing": True,
-}
+CHANGED_MOE: dict[str, Any] = TABLES["changed_moe"]
 LAYOUT: dict[str, dict[str, Any]] = {
     "tensor_model_parallel_size": {"parallel": ParallelConfig(tensor_model_parallel_size=2)},
     "data_parallel_size": {},
@@ -164,13 +77,7 @@ def test_another_model_is_rejected(field: str, manager: Managers, config: Config
     assert field in rejected(manager(model=other))
 
 
-ROPES: list[dict[str, Any]] = [
-    {"rotary_base": 500.0},
-    {"rotary_base_per_layer": (500.0, 5000.0)},
-    {"use_rope_scaling": True, "rotary_base": 500.0},
-    {**YARN, "rotary_scaling_factor": 2.0},
-    {"rope_ntk_factor": 2.0, "max_position_embeddings": 4},
-]
+ROPES: list[dict[str, Any]] = TABLES["ropes"]
 
 
 @pytest.mark.parametrize("changes", ROPES)

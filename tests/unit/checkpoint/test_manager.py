@@ -24,6 +24,7 @@ from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend.blend_history import SourceId, resume_history
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
+from tests.tables import tables
 from tests.unit.checkpoint.fakes import (
     FakeEngine,
     Managers,
@@ -35,6 +36,8 @@ from tests.unit.checkpoint.fakes import (
     state_at,
     watch_disk,
 )
+
+TABLES = tables(__file__)
 
 
 def json_of(path: Path) -> Any:
@@ -412,21 +415,7 @@ def test_the_blend_history_is_restored(checkpoints: CheckpointManager) -> None:
     assert found.run.data == history
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "rejected"),
-    [
-        ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("a",), "split": "8,2"}, "8,2"),
-        ({"data_path": ("a",)}, {"data_args_path": "f", "split": "8,2"}, "8,2"),
-        (
-            {"data_path": ("a",)},
-            {"data_path": ("a",), "split_rounding": "megatron-core"},
-            "megatron-core",
-        ),
-        ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("b",), "split": "9,1"}, None),
-        ({"data_path": ("a",), "split": "9,1"}, {"train_data_path": ("a",)}, None),
-        ({"train_data_path": ("a",)}, {"data_path": ("a",), "split": "9,1"}, None),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "rejected"), TABLES["splits"])
 def test_split_and_its_rounding_are_compared_if_both_runs_use_it(
     manager: Managers, before: dict[str, Any], now: dict[str, Any], rejected: str | None
 ) -> None:

@@ -22,6 +22,9 @@ from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlac
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.train_state import TrainState
 from tests.problems import codes
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "
@@ -63,17 +66,7 @@ def saved_by(config: Config) -> Checkpoint:
     return Checkpoint(Path("saved/global_step4"), RunRecord.from_dict(values))
 
 
-@pytest.mark.parametrize(
-    ("part", "line", "rejects", "reports"),
-    [
-        ("layer", "--load saved", True, False),
-        ("layer", "--load saved --finetune", True, False),
-        ("dataset", "--load saved", True, False),
-        ("dataset", "--load saved --finetune", False, False),
-        ("loss", "--load saved", False, True),
-        ("loss", "--load saved --finetune", False, False),
-    ],
-)
+@pytest.mark.parametrize(("part", "line", "rejects", "reports"), TABLES["functions"])
 def test_functions_of_a_program_are_compared(
     part: str, line: str, rejects: bool, reports: bool
 ) -> None:
@@ -96,53 +89,13 @@ def compare(before: Config, now: Config) -> tuple[list[str], list[str]]:
     return [each.fields[0] for each in rejected], [each.fields[0] for each in reported]
 
 
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        (
-            "",
-            "--max-position-embeddings 8 --ffn-hidden-size 32 --kv-channels 4 --num-query-groups 2",
-        ),
-        ("", "--rotary-base 500000 --rotary-percent 0.5"),
-        (
-            "--position-embedding-type rope --max-position-embeddings 8",
-            "--position-embedding-type rope --max-position-embeddings 16",
-        ),
-        ("--swiglu", "--swiglu --no-bias-gelu-fusion --ffn-hidden-size 64"),
-        ("", "--lr-decay-iters 10 --lr-warmup-init 0"),
-        ("--lr-decay-iters 10", "--lr-decay-iters 10 --train-iters 20"),
-        ("--lr-decay-style constant", "--lr-decay-style constant --train-iters 20 --min-lr 1e-5"),
-        ("", "--start-weight-decay 0.01 --end-weight-decay 0.01"),
-        ("", "--sgd-momentum 0.5 --hysteresis 4 --init-method-std 0.5"),
-        ("--eval-iters 3 --log-interval 7", "--save-interval 5 --no-load-rng --num-workers 3"),
-    ],
-)
+@pytest.mark.parametrize(("before", "now"), TABLES["equal_in_effect"])
 def test_equal_values_in_effect_make_no_difference(before: str, now: str) -> None:
     assert compare(config_of(before), config_of(now)) == ([], [])
     assert compare(config_of(now), config_of(before)) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("line", "reported"),
-    [
-        ("--clip-grad 0.5", ["clip_grad"]),
-        ("--adam-beta1 0.8 --adam-beta2 0.9", ["adam_beta1", "adam_beta2"]),
-        ("--adam-eps 1e-6 --lr 1e-4", ["lr", "adam_eps"]),
-        ("--weight-decay 0.1", ["weight_decay"]),
-        ("--attention-dropout 0 --hidden-dropout 0", ["attention_dropout", "hidden_dropout"]),
-        (
-            "--reset-position-ids --reset-attention-mask --eod-mask-loss",
-            ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"],
-        ),
-        ("--min-lr 1e-5 --lr-decay-style cosine", ["lr_decay_style", "min_lr"]),
-        ("--train-iters 20", ["train_iters"]),
-        ("--lr-warmup-iters 2", ["lr_warmup_iters"]),
-        ("--micro-batch-size 2", ["micro_batch_size"]),
-        ("--global-batch-size 4", ["global_batch_size"]),
-        ("--curriculum-seqlen 8 8 2", ["curriculum_seqlen"]),
-        ("--calculate-per-token-loss", ["calculate_per_token_loss"]),
-    ],
-)
+@pytest.mark.parametrize(("line", "reported"), TABLES["changes"])
 def test_changes_that_affect_training_are_reported_with_both_values(
     line: str, reported: list[str]
 ) -> None:
@@ -162,17 +115,7 @@ def test_dynamic_and_static_loss_scales_are_compared_by_what_they_use() -> None:
     assert compare(static, config_of("--fp16 --loss-scale 128 --hysteresis 1")) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("stage", "keys", "changed"),
-    [
-        (2, {"round_robin_gradients": True}, ["round_robin_gradients"]),
-        (1, {"parameter_alignment": True}, ["parameter_alignment"]),
-        (3, {"sub_group_size": 100}, ["sub_group_size"]),
-        (3, {"sub_group_size": 10**7, "round_robin_gradients": True}, []),
-        (2, {"round_robin_gradients": False, "parameter_alignment": False}, []),
-        (2, {"overlap_comm": True, "reduce_bucket_size": 5000, "contiguous_gradients": False}, []),
-    ],
-)
+@pytest.mark.parametrize(("stage", "keys", "changed"), TABLES["keys_of_the_order"])
 def test_keys_that_order_the_flat_tensors_are_part_of_the_layout(
     tmp_path: Path, stage: int, keys: dict[str, object], changed: list[str]
 ) -> None:

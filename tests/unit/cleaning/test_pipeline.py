@@ -28,6 +28,9 @@ from megatron_ds.preprocess.documents.inputs import InputSpec
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
 from tests.problems import codes, fields, raises_problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
@@ -262,17 +265,7 @@ def test_option_of_a_stage_that_does_not_run_is_only_a_warning(
     assert fields(found) == ([] if names is None else [names])
 
 
-@pytest.mark.parametrize(
-    ("chosen", "code", "path"),
-    [
-        ({"output": "in.jsonl"}, "cleaning-output-is-input", "in.jsonl"),
-        ({"dropped_output": "hosts.txt"}, "cleaning-output-is-input", "hosts.txt"),
-        ({"report": "tasks.json"}, "cleaning-output-is-input", "tasks.json"),
-        ({"output": "a.json", "report": "a.json"}, "cleaning-outputs-collide", "a.json"),
-        ({"dropped_output": "out.jsonl.quarantine"}, "cleaning-outputs-collide", "out.jsonl"),
-        ({"dropped_output": "more/d.jsonl"}, "cleaning-output-in-input", "more/d.jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("chosen", "code", "path"), TABLES["overlapping_outputs"])
 def test_outputs_must_not_overlap_inputs_or_each_other(
     tmp_path: Path, chosen: dict[str, str], code: str, path: str
 ) -> None:

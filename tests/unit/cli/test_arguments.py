@@ -17,8 +17,10 @@ from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch.exit_codes import SettingsRejected
 from megatron_ds.launch.software import version_text
 from tests.problems import codes, printed_codes
+from tests.tables import tables
 
-REPOSITORY = Path(__file__).parents[3]
+TABLES = tables(__file__)
+
 BASE = (
     "--num-layers=2 --num-attention-heads=2 --seq-length=8 --micro-batch-size=2 --lr=1e-3 "
     "--train-iters=4 --data-path=x --tokenizer-type=NullTokenizer --vocab-size=9"
@@ -95,18 +97,7 @@ NEEDED = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
     "--lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 100 --data-path x --train-tokens 500000"
 )
-SCRIPT = [
-    *("--position-embedding-type rope", "--rotary-percent 0.5", "--disable-bias-linear"),
-    *("--add-qkv-bias", "--split 90,5,5", "--global-batch-size 16", "--rampup-batch-size 4 4 100"),
-    *("--train-samples 10000", "--min-lr 1e-4", "--lr-decay-style WSD", "--lr-warmup-samples 100"),
-    *("--lr-warmup-init 1e-5", "--lr-wsd-decay-samples 500", "--lr-wsd-decay-style cosine"),
-    *("--start-weight-decay 0.1 --end-weight-decay 0.2", "--weight-decay-incr-style linear"),
-    *("--adam-beta1 0.8", "--fp16", "--initial-loss-scale 1024", "--zero-stage 3"),
-    *("--remote-device cpu", "--recompute-granularity full", "--recompute-num-layers 2"),
-    *("--partition-activations", "--contiguous-checkpointing", "--profile-backward"),
-    *("--save folder", "--save-interval 10", "--keep-last 2", "--load folder", "--ckpt-step 5"),
-    *("--tensorboard-dir folder", "--log-timers-to-tensorboard"),
-]
+SCRIPT = TABLES["script"]
 """Lines of a shell script."""
 REQUIRED = {
     "--global-batch-size": "rampup-requires-global-batch-size",

@@ -13,6 +13,9 @@ from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem
 from tests.problems import codes
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 BASE = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 "
@@ -33,18 +36,7 @@ def written(folder: Path, content: str, name: str = "run.yaml") -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "--bf16 --disable-bias-linear --no-save-optim --untie-embeddings-and-output-weights",
-        "--lr-warmup-fraction 0.1 --min-lr 3.3333333333333335e-05 --adam-eps 1e-300 --clip-grad 0",
-        "--train-data-path 0.3 'a b' 0.7 'ä: #off' --loss-scale 12",
-        "--save null --load off --memory-check off --rampup-batch-size 2 2 8 --profile-ranks 0 3",
-        "--global-batch-size 16 --zero-stage 3 --cpu-optimizer --eval-interval 7 --fp16",
-        "--curriculum-seqlen 4 8 10 --split 90,5,5 --save ~ --tensorboard-dir 'a\n b'",
-    ],
-)
+@pytest.mark.parametrize("line", TABLES["settings"])
 def test_a_written_file_repeats_the_settings(line: str, tmp_path: Path) -> None:
     """Claim (deepspeed): `--print-config` and `--config` are inverse to each other, for all types
     of values"""
@@ -109,18 +101,7 @@ def test_problems_name_file_and_line(tmp_path: Path) -> None:
     assert not located
 
 
-@pytest.mark.parametrize(
-    ("content", "code", "contains"),
-    [
-        (None, "config-file-unreadable", "No such file"),
-        ("", "config-file-empty", "run.yaml"),
-        ("# nothing\n", "config-file-empty", "run.yaml"),
-        ("a: {", "config-file-unreadable", "run.yaml"),
-        ("lr: 1\n\tseed: 2\n", "config-file-unreadable", "spaces instead of tabs"),
-        ("- a\n", "config-file-no-mapping", "run.yaml:1"),
-        ("a: " + "[" * 700, "config-file-unreadable", "recursion"),
-    ],
-)
+@pytest.mark.parametrize(("content", "code", "contains"), TABLES["unreadable"])
 def test_a_file_that_sets_nothing_is_the_only_problem(
     content: str | None, code: str, contains: str, tmp_path: Path
 ) -> None:
@@ -164,8 +145,7 @@ def test_origins_are_those_of_the_values_in_effect(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "code"),
-    [("lr: {a: 1}", "config-file-nested"), ("defaults: 5", "unknown-flag")],
+    ("content", "code"), [("lr: {a: 1}", "config-file-nested"), ("defaults: 5", "unknown-flag")]
 )
 def test_a_mapping_in_the_wrong_place_is_one_problem(
     content: str, code: str, tmp_path: Path

@@ -9,6 +9,9 @@ import pytest
 from megatron_ds.config import GROUPS, ModelConfig, flag_of
 from megatron_ds.config.fields import option_fields
 from tests.problems import codes
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 MODEL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=6, seq_length=16)
 
@@ -30,20 +33,7 @@ def test_default_sizes_are_derived():
     assert swiglu.kv_heads == 16
 
 
-@pytest.mark.parametrize(
-    ("size", "pattern", "expected"),
-    [
-        (None, None, [None] * 6),
-        ("-1,0", None, [None] * 6),
-        ("127,0", None, [128] * 6),
-        ("7", None, [8] * 6),
-        ("(127, 127)", "3", [128, 128, None] * 2),
-        ("0,-1", "1", [None] * 6),
-        ("7,0", "([1]*2+[0])*2", [8, 8, None] * 2),
-        ("[7, 0]", "[True]*5+[False]", [8] * 5 + [None]),
-        ("7,0", "[0]+[1]*5", [None, *[8] * 5]),
-    ],
-)
+@pytest.mark.parametrize(("size", "pattern", "expected"), TABLES["windows"])
 def test_each_layer_has_a_window(size, pattern, expected):
     """With the meaning of Megatron: the tokens before a token, and the layers without a window."""
     model = dataclasses.replace(
@@ -53,19 +43,7 @@ def test_each_layer_has_a_window(size, pattern, expected):
     assert list(model.windows) == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "pattern", "expected"),
-    [
-        *(
-            (size, None, "window-malformed")
-            for size in ("", "7,", "7,0,0", "-2,0", "a,0", "(7.5,0)")
-        ),
-        *(
-            ("7,0", pattern, "window-pattern-malformed")
-            for pattern in ("", "0", "[1]", "[1]*3", "1+1", "[1]*'a'", "f()", "[1", "2**9", "-1")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("size", "pattern", "expected"), TABLES["wrong_windows"])
 def test_a_window_of_another_form_is_a_problem(size, pattern, expected):
     model = dataclasses.replace(MODEL, window_size=size, window_attn_skip_freq=pattern)
     assert codes(model.problems(1)) == [expected]

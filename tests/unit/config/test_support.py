@@ -19,7 +19,10 @@ from megatron_ds.engine.ds_config.merge import merge_file
 from tests.dist import layouts, proofs
 from tests.dist.proofs import EVERYTHING, PROOFS
 from tests.problems import codes
+from tests.tables import tables
 from tests.unit.engine.ds_files import FLAGS
+
+TABLES = tables(__file__)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DATA = "--data-path x --tokenizer-type NullTokenizer --vocab-size 90"
@@ -61,24 +64,7 @@ def test_forbidden_layouts_are_rejected_and_the_closest_ones_are_not() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("layout", "start", "end"),
-    [
-        (
-            {"tp": "> 1", "sequence": "on", "recompute": "partitioned", "zero": "3", "pp": "> 1"},
-            "--tensor-model-parallel-size > 1, --sequence-parallel and "
-            "--recompute-granularity full --partition-activations: ",
-            "use --zero-stage 1 and --recompute-granularity full",
-        ),
-        # The flags of `AXES` have example numbers, which are not those of the user.
-        (
-            {"experts": "distributed", "zero": "3"},
-            "--expert-model-parallel-size > 1 and --zero-stage 3: ",
-            "",
-        ),
-        ({"hpz": "> 1", "offload": "optimizer", "zero": "3"}, "", "; use no --cpu-optimizer"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "start", "end"), TABLES["messages"])
 def test_message_names_the_flags_and_those_that_work(layout: Layout, start: str, end: str) -> None:
     texts = [str(problem) for problem in configure(DEFAULTS | dict(layout))[1]]
     assert any(text.startswith(start) and text.endswith(end) for text in texts), texts

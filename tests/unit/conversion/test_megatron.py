@@ -18,11 +18,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.conversion.megatron.arguments import (
-    lacking_parts,
-    model_arguments,
-    model_settings,
-)
+from megatron_ds.conversion.megatron.arguments import lacking_parts, model_arguments, model_settings
 from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
@@ -31,6 +27,7 @@ from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.model.attention.rule import Rope, YarnScaling, attention_rules
 from tests.problems import printed_codes, raises_problem
+from tests.tables import tables
 from tests.unit.conversion.megatron_writer import MODULES_OF_MEGATRON, Layout, write_checkpoint
 from tests.unit.conversion.models import (
     LLAMA,
@@ -41,22 +38,11 @@ from tests.unit.conversion.models import (
     random_source,
 )
 
+TABLES = tables(__file__, tuple)
+
 STORED = ("mlm0190_gpt", "mlm08_mcore_rope_tp2", "mlm10_tp1", "mlm25_tp1", "ms_pipe_tp2")
 """Cases whose files are among the tests."""
-OTHERS = (
-    "bs_pipe_z1",
-    "mlm0161_gpt",
-    "mlm0161_gpt_tp2",
-    "mlm0161_llama",
-    "mlm08_legacy",
-    "mlm08_mcore",
-    "mlm25_pp2",
-    "mlm25_qkv_v0",
-    "mlm25_release_fp16",
-    "mlm25_tp2",
-    "ms_nopipe_z1",
-    "mspre_pipe_llama_bf16",
-)
+OTHERS = TABLES["others"]
 TOKENS = 300
 TOLERANCE = {"mlm25_qkv_v0": 5e-3, "mlm25_release_fp16": 5e-3, "mspre_pipe_llama_bf16": 4e-2}
 """Where the peer computed its logits in half precision; 1e-5 elsewhere."""
@@ -387,16 +373,7 @@ def write(
     return write_checkpoint(folder, model(**changes), source, layout or Layout()), source
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("num_experts", [4]),
-        ("num_experts", 8),
-        ("multi_latent_attention", True),
-        ("normalization", "L2Norm"),
-        ("position_embedding_type", "mrope"),
-    ],
-)
+@pytest.mark.parametrize(("argument", "value"), TABLES["parts_that_the_model_lacks"])
 def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(arguments={argument: value}))
     shown = value if isinstance(value, str) else argument
@@ -404,24 +381,7 @@ def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_pat
         open_megatron(folder).weights()
 
 
-YARN = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 4096}
-NTK = {"rope_ntk_factor": 2.0, "max_position_embeddings": 6}
-
-
-@pytest.mark.parametrize(
-    ("changes", "read"),
-    [
-        (
-            {**ROPE, "rotary_interleaved": True, "no_rope_freq": "([0]*3+[1])"},
-            {"no_rope_freq": "4"},
-        ),
-        ({**ROPE, "use_rope_scaling": True, "rope_scaling_factor": 32.0}, {}),
-        ({**ROPE, "rotary_seq_len_interpolation_factor": 4.0, "rotary_base": 10000.5}, {}),
-        ({**ROPE, "rotary_base_per_layer": (5e6, 1e4, 1e4, 1e4)}, {"rotary_base": 5e6}),
-        ({**YARN, "yarn_correction_range_round_to_int": False, "mscale_all_dim": 0.5}, {}),
-        ({**ROPE, **NTK}, {"rotary_base": 10000.0 * 3 ** (8 / 6), **dict.fromkeys(NTK)}),
-    ],
-)
+@pytest.mark.parametrize(("changes", "read"), TABLES["rotary_positions"])
 def test_rotary_positions_are_written_and_read(
     changes: dict[str, Any], read: dict[str, Any]
 ) -> None:

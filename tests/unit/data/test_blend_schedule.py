@@ -18,20 +18,11 @@ from megatron_ds.data.blend.blend_schedule import NEVER, blend_order
 from megatron_ds.data.blend.blended_dataset import BlendOrder
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.sample_index import samples_per_source
+from tests.tables import tables
 
-WEIGHTS = {
-    "one": [1.0],
-    "two": [0.3, 0.7],
-    "equal": [1 / 3] * 3,
-    "ten": [0.1] * 10,
-    "a rare one": [0.62, 0.379999, 0.000001],
-    "halves of halves": [*(2.0**-n for n in range(1, 40)), 2.0**-39],
-    "a large one and many small ones": [0.5, *[0.005] * 100],
-    "next to nothing": [0.5, 0.5 - 1e-300, 5e-324],
-    "300 random ones": np.random.RandomState(0).dirichlet(np.full(300, 0.3)).tolist(),
-    "2500 equal ones": [1 / 2500] * 2500,
-    "2500 random ones": np.random.RandomState(1).dirichlet(np.full(2500, 0.5)).tolist(),
-}
+TABLES = tables(__file__)
+
+WEIGHTS = TABLES["weights"]
 
 
 def one_by_one(weights: list[float], size: int) -> list[int]:

@@ -24,6 +24,9 @@ from megatron_ds.data.blend.blend_spec import (
 )
 from megatron_ds.data.validation import DataFiles, data_problems
 from tests.problems import codes, fields
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 FLAG = "--valid-weighted-split-paths"
 BOUNDS = st.lists(st.floats(0, 1), min_size=2, max_size=2, unique=True).map(sorted)
@@ -59,19 +62,7 @@ def test_group_name_may_contain_numbers(name: str) -> None:
     assert (group.name, [source.prefix for source in group.sources]) == (name, ["a"])
 
 
-INVALID_RANGES = ("0.5", "0:50", "1:0", ".5:.5", "-0.1:1", "nan:1", "0:.5:1")
-
-
-@pytest.mark.parametrize(
-    ("code", "texts"),
-    [
-        ("unnamed-group", ["1 0:1 a", "1 0:.5 a, 1 .5:1 b", "1 0.5 a", ": 1 0:1 a"]),
-        ("group-entry-syntax", ["V:", "V: 1 0:1", "V: 1 0:1 a b", "V: 1 0:1 a,"]),
-        ("invalid-weight", ["V: x 0:1 a", "V: -1 0:1 a", "V: inf 0:1 a"]),
-        ("invalid-weight-sum", ["V: 0 0:1 a", "V: 1e308 0:1 a, 1e308 0:1 b"]),
-        ("invalid-document-range", [f"V: 1 {bad} a" for bad in INVALID_RANGES]),
-    ],
-)
+@pytest.mark.parametrize(("code", "texts"), TABLES["invalid_groups"])
 def test_invalid_group_is_rejected(code: str, texts: list[str]) -> None:
     for text in texts:
         found = parse_group(text, "valid", FLAG, "valid_weighted_split_paths")[1]
@@ -132,16 +123,7 @@ def test_adjacent_ranges_partition_the_documents(bounds: list[float], size: int)
     assert all(before[1] == after[0] for before, after in pairwise(ranges))
 
 
-@pytest.mark.parametrize(
-    ("text", "size", "bounds"),
-    [
-        ("0:0.95", 30, (0, 28)),  # 28.5 is rounded to even, as by Python's round
-        ("0.95:1", 30, (28, 30)),
-        ("0.05:0.25", 10, (0, 2)),  # 0.5 and 2.5
-        ("0.35:1", 10, (4, 10)),  # 3.5
-        ("0.999:1", 10, (10, 10)),
-    ],
-)
+@pytest.mark.parametrize(("text", "size", "bounds"), TABLES["ranges"])
 def test_ranges_are_rounded_as_in_bigscience(text: str, size: int, bounds: tuple[int, int]) -> None:
     source = parse_group(f"V: 1 {text} p", "valid", FLAG)[0].sources[0]
     assert source.documents.range_of(size) == bounds
@@ -214,24 +196,7 @@ def test_invalid_argument_file_is_rejected(
         assert str(path) in str(found[0])
 
 
-@pytest.mark.parametrize(
-    ("given_fields", "code", "names"),
-    [
-        (f"{first} {others}", "mutually-exclusive", f"{first} {others}")
-        for first, others in [
-            ("data_path", "train_data_path"),
-            ("data_path", "valid_weighted_split_paths test_data_path"),
-            ("data_path", "data_args_path"),
-            ("data_args_path", "per_split_data_args_path"),
-            ("per_split_data_args_path", "test_data_path"),
-            ("train_data_path", "train_weighted_split_paths train_weighted_split_paths_path"),
-        ]
-    ]
-    + [
-        ("valid_data_path", "training-data-required", "data_path"),
-        ("train_weighted_split_paths split", "split-without-shared-data", "split"),
-    ],
-)
+@pytest.mark.parametrize(("given_fields", "code", "names"), TABLES["contradicting"])
 def test_contradicting_data_flags_are_rejected(given_fields: str, code: str, names: str) -> None:
     values = {
         name: "1" if name == "split" else "x" if name.endswith("args_path") else ("x",)

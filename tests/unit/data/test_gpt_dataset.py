@@ -15,7 +15,10 @@ from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, build_sample_index
 from megatron_ds.data.token_files.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from tests.problems import raises_problem
+from tests.tables import tables
 from tests.token_files import write_pair
+
+TABLES = tables(__file__)
 
 LENGTHS = [4, 1, 9, 0, 3, 6]
 
@@ -48,16 +51,7 @@ def test_invalid_positions_are_rejected_and_pickling_works(dataset: GPTDataset) 
     assert pickle.loads(pickle.dumps(dataset))[3].tolist() == dataset[3].tolist()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bad", "limit"),
-    [
-        ("uint16", 505, 505),
-        ("int32", 2**31 - 1, 600),
-        ("int32", -1, 600),
-        ("int64", 2**32 + 1, 600),
-        ("int64", -(2**40), 600),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "bad", "limit"), TABLES["tokens"])
 def test_token_outside_the_vocabulary_is_rejected(
     tmp_path: Path, dtype: str, bad: int, limit: int
 ) -> None:

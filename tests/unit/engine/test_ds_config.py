@@ -11,7 +11,10 @@ import pytest
 from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from tests.problems import codes
+from tests.tables import tables
 from tests.unit.engine.ds_files import FLAGS_OF, ROOT, SHIPPED, Merge, merged
+
+TABLES = tables(__file__)
 
 GOLDEN = ROOT / "tests" / "golden" / "ds_configs"
 
@@ -105,17 +108,7 @@ def zero_block(flags: str, device: str, dp_size: int = 2) -> dict[str, Any]:
     return block
 
 
-@pytest.mark.parametrize(
-    ("flags", "device", "dp_size", "overlaps"),
-    [
-        ("--zero-stage 3", "cpu", 2, True),
-        ("--zero-stage 2", "cpu", 2, False),
-        ("--zero-stage 2", "xpu", 2, True),
-        ("--zero-stage 2", "xpu", 1, False),
-        ("--zero-stage 2 --cpu-optimizer", "xpu", 2, False),
-        ("--zero-stage 1", "xpu", 2, False),
-    ],
-)
+@pytest.mark.parametrize(("flags", "device", "dp_size", "overlaps"), TABLES["overlaps"])
 def test_reduction_overlaps_with_the_backward_pass_where_it_pays(
     flags: str, device: str, dp_size: int, overlaps: bool
 ) -> None:

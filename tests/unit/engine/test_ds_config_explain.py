@@ -22,7 +22,10 @@ from megatron_ds.engine.ds_config.explain import (
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.keys import BLOCKS, TOP_KEYS
 from megatron_ds.engine.ds_config.values import KINDS
+from tests.tables import tables
 from tests.unit.engine.ds_files import ROOT, Merge
+
+TABLES = tables(__file__)
 
 GOLDEN = sorted((ROOT / "tests" / "golden" / "ds_configs").glob("*.json"))
 LAYOUTS = ("--optimizer muon", "--optimizer sgd", "--pipeline-model-parallel-size 2")
@@ -52,22 +55,7 @@ def test_every_key_has_a_description_and_no_other_one(merge: Merge) -> None:
         assert words.endswith("."), key
 
 
-@pytest.mark.parametrize(
-    ("key", "origin"),
-    [
-        ("gradient_clipping", "gradient_clipping of ds.json:1"),
-        ("optimizer.params.lr", "--lr 0.0001"),
-        ("optimizer.params.betas", "--adam-beta2 0.95"),
-        ("fp16.loss_scale_window", "default of --loss-scale-window"),
-        ("train_micro_batch_size_per_gpu", "--micro-batch-size 2"),
-        ("gradient_accumulation_steps", "derived from the global batch size, "),
-        ("prescale_gradients", "default of DeepSpeed"),
-        ("steps_per_print", "default of megatron_ds (DeepSpeed's: null)"),
-        ("zero_optimization.sub_group_size", "zero_optimization.sub_group_size of ds.json:1"),
-        ("optimizer.params.nesterov", "default of --muon-no-nesterov"),
-        ("optimizer.params.steps", "--muon-num-ns-steps 3"),
-    ],
-)
+@pytest.mark.parametrize(("key", "origin"), TABLES["origins"])
 def test_origin_of_a_value(key: str, origin: str, merge: Merge, tmp_path: Path) -> None:
     flags = "--optimizer muon --muon-num-ns-steps 3" if origin.count("muon") else ""
     file = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 3, "sub_group_size": 5}}

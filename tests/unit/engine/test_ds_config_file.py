@@ -30,87 +30,21 @@ from megatron_ds.engine.ds_config.keys import (
     TOP_KEYS,
 )
 from tests.problems import codes
+from tests.tables import tables
 from tests.unit.engine.ds_files import ROOT, Merge
 from tests.versions import make_ds_keys
 
-UNKNOWN, INVALID, UNSUPPORTED = "ds-key-unknown", "ds-value-invalid", "ds-key-unsupported"
-CONTRADICTS = "ds-old-key-contradicts"
-OFFLOAD = "zero_optimization.offload_optimizer"
+TABLES = tables(__file__)
 
 
-@pytest.mark.parametrize(
-    ("file", "code", "shown"),
-    [
-        ({"zero_optimization": {"stge": 1}}, UNKNOWN, "'stage'"),
-        ({"bf16": {"enable": True}}, UNKNOWN, "'enabled'"),
-        ({"optimizer": {"params": {"lrr": 1}}}, UNKNOWN, "'lr'"),
-        ({"timers": {"throughput": {"enable": 1}}}, UNKNOWN, "'enabled'"),
-        ({"zero_optimization": {"offload_param": {"pin_mem": 1}}}, UNKNOWN, "pin_memory"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_nu_steps": 0}}}, UNKNOWN, "num"),
-        ({"bf16": {"enabled": "yes"}}, INVALID, "bf16.enabled"),
-        ({"optimizer": {"type": "Lamb"}}, INVALID, "optimizer.type"),
-        ({"optimizer": {"params": {"betas": [0.9]}}}, INVALID, "optimizer.params.betas"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "gpuu"}}}, INVALID, OFFLOAD),
-        ({"zero_optimization": {"offload_param": "cpu"}}, INVALID, "offload_param"),
-        ({"zero_optimization": {"cpu_offload": "yes"}}, INVALID, "zero_optimization.cpu_offload"),
-        ({"zero_optimization": {"reduce_bucket_size": -1}}, INVALID, "reduce_bucket_size"),
-        ({"fp16": []}, INVALID, "fp16"),
-        ({"fp16": {"initial_scale_power": 1e400}}, INVALID, "fp16.initial_scale_power"),
-        ({"fp16": {"initial_scale_power": 5000}}, INVALID, "fp16.initial_scale_power"),
-        ({"train_batch_size": 2.5}, INVALID, "train_batch_size"),
-        ({"steps_per_print": "ten"}, INVALID, "steps_per_print"),
-        ({"gradient_accumulation_steps": 0}, INVALID, "gradient_accumulation_steps"),
-        ({"zero_optimization": {"mics_shard_size": 2}}, UNSUPPORTED, "mics"),
-        (
-            {"compression_training": {"a": {"shared": {"enabled": True}}}},
-            UNSUPPORTED,
-            "compression",
-        ),
-        ({"elasticity": {"enabled": True}}, UNSUPPORTED, "elasticity"),
-        ({"checkpoint": {"load_universal": True}}, UNSUPPORTED, "load_universal"),
-        ({"data_types": {"param_dtype": "bf16"}}, UNSUPPORTED, "--bf16"),
-        (
-            {
-                "data_efficiency": {
-                    "enabled": True,
-                    "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
-                    "data_sampling": {"enabled": False},
-                }
-            },
-            UNSUPPORTED,
-            "--curriculum-seqlen",
-        ),
-        ({"optimizer": {"params": {"bias_correction": False}}}, UNSUPPORTED, "bias_correction"),
-        (
-            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
-            CONTRADICTS,
-            OFFLOAD,
-        ),
-        (
-            {"gradient_clipping": 0.5, "optimizer": {"params": {"max_grad_norm": 1.0}}},
-            CONTRADICTS,
-            "gradient_clipping",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("file", "code", "shown"), TABLES["wrong_keys"])
 def test_wrong_key_is_reported(merge: Merge, file: object, code: str, shown: str) -> None:
     problem = next(problem for problem in merge(file).problems if problem.code == code)
     assert "ds.json:1: " in str(problem)
     assert shown in str(problem)
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ('{\n  "bf16": {\n    "enabled": true,\n  }\n}', 3),
-        ('{\n  "betas": [1, 2, ]\n}', 2),
-        ('{\n  # stage\n  "bf16": {}\n}', 2),
-        ('{\n  "bf16": {} // half\n}', 2),
-        ('{\n  "bf16": {},\n\n  /* half */ "a": 1\n}', 4),
-        ('{\n  "bf16" {}\n}', None),
-        ('{"bf16": {},, "a": 1}', None),
-    ],
-)
+@pytest.mark.parametrize(("text", "line"), TABLES["invalid_json"])
 def test_comment_or_trailing_comma_is_located(text: str, line: int | None) -> None:
     with pytest.raises(json.JSONDecodeError) as raised:
         json.loads(text)
@@ -118,18 +52,7 @@ def test_comment_or_trailing_comma_is_located(text: str, line: int | None) -> No
     assert re.findall(r"line (\d+)", remedy) == ([] if line is None else [str(line)])
 
 
-@pytest.mark.parametrize(
-    ("file", "key", "hint"),
-    [
-        ({"zero_optimisation": {}}, "zero_optimisation", "zero_optimization"),
-        ({"activation_checkpointing": {"profil": True}}, "profil", "profile"),
-        ({"data_types": {"params": "fp32"}}, "data_types.params", None),
-        ({"elastic_checkpoint": True}, "elastic_checkpoint", None),
-        ({"_comment": "for 8 GPUs"}, "_comment", None),
-        ({"comms_config": {"verbose": False}}, "comms_config", None),
-        ({"monitor_config": {"csv_monitor": {"enabled": True}}}, "monitor_config", None),
-    ],
-)
+@pytest.mark.parametrize(("file", "key", "hint"), TABLES["ignored_keys"])
 def test_key_that_deepspeed_does_not_read_is_ignored_with_a_warning(
     merge: Merge, file: Any, key: str, hint: str | None
 ) -> None:
@@ -180,21 +103,7 @@ def test_file_with_byte_order_mark_keeps_its_numbers(tmp_path: Path, ending: str
     assert (json.dumps(file.values), file.lines) == ('{"a": {"b": 2.0}}', {"a": 2, "a.b": 2})
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ('{\n"a": 1', "2:7"),
-        ('{\n"a" 1}', "2:5"),
-        ('{"a": "x}', "1:7"),
-        ('{"a":1}}', "1:8"),
-        ('{"a": 1,, "b": 2}', "1:9"),
-        ('{"a": /* x', ""),
-        ('{"a": 1e400 # x\n}', ""),
-        ('{"a": 1, "a": 2 # x\n}', ""),
-        ('{"a":{"b":' * 2000, ""),
-        ("[1, # x\n]", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "place"), TABLES["unreadable"])
 def test_unreadable_file_is_reported_with_its_place(tmp_path: Path, text: str, place: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
@@ -253,37 +162,7 @@ def test_every_key_that_deepspeed_reads_is_known() -> None:
     assert read <= known | {*REFUSED, *IGNORED_KEYS, *RENAMED, *OLD_SWITCHES}
 
 
-PARAM_DEVICE = "zero_optimization.offload_param.device"
-GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-
-
-@pytest.mark.parametrize(
-    ("file", "key", "value"),
-    [
-        ({"bfloat16": {"enabled": True}}, "bf16.enabled", True),
-        ({"zero_optimization": True}, "zero_optimization.stage", 1),
-        ({"zero_optimization": False}, "zero_optimization.stage", 0),
-        ({"zero_optimization": {"stage": 3, "cpu_offload_params": True}}, PARAM_DEVICE, "cpu"),
-        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, PARAM_DEVICE, "cpu"),
-        (
-            {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": False}},
-            OFFLOAD,
-            {"device": "cpu", "pin_memory": False},
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},
-            GATHER,
-            True,
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "max_live_parameters": 1e8}},
-            "zero_optimization.stage3_max_live_parameters",
-            1e8,
-        ),
-        ({"optimizer": {"params": {"max_grad_norm": 0.3}}}, "gradient_clipping", 0.3),
-        ({"fp32_allreduce": True}, "communication_data_type", "fp32"),
-    ],
-)
+@pytest.mark.parametrize(("file", "key", "value"), TABLES["old_keys"])
 def test_old_key_is_translated_with_a_warning(
     merge: Merge, file: object, key: str, value: object
 ) -> None:
@@ -293,33 +172,7 @@ def test_old_key_is_translated_with_a_warning(
     assert deepspeed_file.get(build_ds_config(config, 2), key) == value
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        {"amp": {"enabled": False}},
-        {"curriculum_learning": {"enabled": False, "x": 1}},
-        {"compression_training": {"a": {"shared": {"enabled": False}, "b": {"bits": 8}}}},
-        {"sparse_gradients": False},
-        {"zero_optimization": {"mics_shard_size": 0}},
-        {"zero_optimization": {"elastic_checkpoint": True}},
-        {"dataloader_drop_last": True},
-        {"amp": {"enabled": "auto", "opt_level": "auto"}},
-        {"max_grad_norm": 1.0},
-        {"checkpoint": {"parallel_write": {"pipeline_stage": False}}},
-        {"tensor_parallel": {"autotp_size": 0}},
-        {"compile": {"disable": True}},
-        {"pipeline": {"pipe_partitioned": True, "grad_partitioned": True}},
-        {"pipeline": {"activation_checkpoint_interval": 1}},
-        {"seq_parallel_communication_data_type": "fp32"},
-        {
-            "data_efficiency": {
-                "enabled": True,
-                "data_routing": {"enabled": False, "random_ltd": {"enabled": True}},
-                "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": False}},
-            }
-        },
-    ],
-)
+@pytest.mark.parametrize("file", TABLES["unsupported_keys_that_are_off"])
 def test_unsupported_key_that_is_off_is_dropped_with_a_warning(merge: Merge, file: Any) -> None:
     config, problems, warnings = merge(file)
     assert (problems, codes(warnings)) == ([], ["ds-key-dropped"])

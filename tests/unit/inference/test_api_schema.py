@@ -11,6 +11,9 @@ import pytest
 from megatron_ds.config.problems import UserError
 from megatron_ds.inference.serving.api_schema import Defaults, GenerationRequest, read
 from tests.problems import codes, raises_problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 FIELDS = {field.name for field in dataclasses.fields(GenerationRequest)}
 GOOD: dict[str, Any] = {"prompts": ["Hello"]}
@@ -76,13 +79,7 @@ def test_invalid_bodies_are_rejected(code: str) -> None:
             read(body, Defaults())
 
 
-INVALID_VALUES: dict[str, list[Any]] = {
-    "prompts": ["a", [1], [["a"]], [], ["a"] * 129],
-    "tokens_to_generate": [-1, 1.0, True, "3", None],
-    "temperature": [0, 100.1, "hot", False],
-    "top_k": [-1, 1001, 0.5],
-    "random_seed": [-1, 2**63],
-}
+INVALID_VALUES: dict[str, list[Any]] = TABLES["invalid_values"]
 INVALID_VALUES |= {"top_p": [1.5], "logprobs": [1], "top_n_logprobs": [11], "stop_on_eol": [1]}
 INVALID_VALUES |= {"add_BOS": ["yes"], "beam_width": [0], "length_penalty": ["1"]}
 
@@ -100,22 +97,7 @@ def test_a_seed_of_the_server_is_the_default_of_requests() -> None:
         assert read(json.dumps(body | more).encode(), defaults).random_seed == seed
 
 
-DECAY = {"top_p_decay": 0.5}
-CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
-    ({"prompts": ["a", ""]}, "empty-prompt-needs-bos", "prompts"),
-    ({"tokens_to_generate": 0}, "scoring-without-logprobs", "tokens_to_generate"),
-    ({"top_n_logprobs": 1}, "request-field-needs-another", "logprobs"),
-    ({"top_k": 1, "top_p": 0.1}, "request-fields-exclusive", "top_p"),
-    ({"stop_on_eol": True, "stop_on_double_eol": True}, "request-fields-exclusive", "stop_on_eol"),
-    (DECAY, "request-field-needs-another", "top_p_decay"),
-    ({**DECAY, "top_p_bound": 0.5}, "request-field-needs-another", "top_p_bound"),
-    ({"top_p": 0.5, "top_p_bound": 0.2}, "request-field-needs-another", "top_p_decay"),
-    ({**DECAY, "top_p": 0.5, "top_p_bound": 0.6}, "top-p-bound-above-top-p", "top_p_bound"),
-    ({"beam_width": 2, "prompts": ["a", "b"]}, "beam-search-with-several-prompts", "prompts"),
-    ({"beam_width": 2, "tokens_to_generate": 0}, "beam-search-without-new-tokens", "beam_width"),
-    ({"beam_width": 2, "top_k": 3}, "request-fields-not-for-beam-search", "top_k"),
-    ({"stop_token": 3}, "request-fields-only-for-beam-search", "stop_token"),
-]
+CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = TABLES["contradictions"]
 
 
 @pytest.mark.parametrize(("given", "code", "name"), CONTRADICTIONS)

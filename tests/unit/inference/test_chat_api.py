@@ -14,9 +14,12 @@ from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer.chat_template import ChatTemplate
 from tests.problems import raises_problem
+from tests.tables import tables
 from tests.unit.inference.models import model_of
 from tests.unit.inference.schedulers import ByteTokenizer
 from tests.unit.inference.test_completions_api import run
+
+TABLES = tables(__file__)
 
 MAX_LENGTH = 40
 TOKENIZER = ByteTokenizer()
@@ -114,14 +117,7 @@ def test_parts_of_a_message_are_joined(api: ChatApi) -> None:
     ]
 
 
-INVALID: dict[str, list[Any]] = {
-    "messages": [[], {}, "hi", [{}], [{"role": "user"}], [{"role": 1, "content": "x"}]],
-    "top_logprobs": [21],
-    "logprobs": [1],
-    "max_tokens": [0],
-    "tools": [[{"type": "function"}]],
-    "tool_choice": ["required"],
-}
+INVALID: dict[str, list[Any]] = TABLES["invalid"]
 INVALID["messages"] += [
     [{"role": "user", "content": [part]}]
     for part in ("x", {"type": "image_url"}, {"type": "text", "text": 3})

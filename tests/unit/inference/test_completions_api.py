@@ -18,8 +18,11 @@ from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import codes, fields, raises_problem
 from tests.proofs.cases import with_proofs
-from tests.unit.inference.models import EOD, VOCAB, model_of
+from tests.tables import tables
+from tests.unit.inference.models import EOD, model_of
 from tests.unit.inference.schedulers import ByteTokenizer, Listener, running
+
+TABLES = tables(__file__)
 
 MAX_LENGTH = 40
 TOKENIZER = ByteTokenizer()
@@ -72,31 +75,8 @@ def texts(response: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in response["choices"]]
 
 
-INVALID: dict[str, list[Any]] = {
-    "prompt": [[], 3, [1.5], [-1], [True], ["a", 1], [[]], [[1], "a"], ["a"] * 129, "\ud800", {}],
-    "model": [3, ["tiny"]],
-    "max_tokens": [-1, 1.0, True, "3", 2**31],
-    "temperature": [-0.1, 101, "1", True],
-    "top_p": [1.1, -0.1],
-    "top_k": [-2, 1001, 1.0],
-    "n": [0, 129, True],
-    "best_of": [0],
-    "stream": [1, "true"],
-    "stream_options": [[], {"include_usage": 1}, {"other": True}],
-    "logprobs": [-1, 21, True],
-    "echo": [0],
-    "stop": [1, "", ["a", ""], ["a"] * 5, [["a"]], "\ud800"],
-    "seed": [-1, 2**63, 1.0],
-    "suffix": ["x", 0],
-    "ignore_eos": [True],
-    "min_p": [0.1],
-    "repetition_penalty": [1.1],
-    "stop_token_ids": [[1]],
-    "response_format": [{"type": "json_object"}],
-    "logit_bias": [{"5": 1}, []],
-    "presence_penalty": [0.5, "0"],
-    "frequency_penalty": [-1],
-}
+INVALID: dict[str, list[Any]] = TABLES["invalid"]
+INVALID["prompt"].append(["a"] * 129)
 
 
 @pytest.mark.parametrize(
@@ -116,17 +96,7 @@ def test_all_invalid_fields_are_named(api: CompletionsApi) -> None:
     assert {("n",), ("prompt",), ("seed",)} < set(fields(problems))
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("temperatur", "temperature"),
-        ("max_completion_tokens", "max_tokens"),
-        ("tokens_to_generate", "max_tokens"),
-        ("prompts", "prompt"),
-        ("random_seed", "seed"),
-        ("qqqq", "frequency_penalty"),  # all are listed
-    ],
-)
+@pytest.mark.parametrize(("name", "hint"), TABLES["unknown_fields"])
 def test_unknown_fields_are_rejected_with_a_hint(api: CompletionsApi, name: str, hint: str) -> None:
     with raises_problem("request-field-unknown", contains=hint):
         read(api, **{name: 1})
@@ -134,20 +104,7 @@ def test_unknown_fields_are_rejected_with_a_hint(api: CompletionsApi, name: str,
 
 @pytest.mark.parametrize(
     ("given", "code", "shown"),
-    [
-        ({"prompt": None}, "request-field-missing", "prompt"),
-        ({"n": 3, "best_of": 4}, "best-of-is-not-n", "4"),
-        ({"max_tokens": 0}, "completion-without-tokens", "max_tokens"),
-        ({"max_tokens": 0, "echo": True}, "completion-without-tokens", "logprobs"),
-        ({"max_tokens": 0, "logprobs": 1}, "completion-without-tokens", "echo"),
-        ({"stream_options": {"include_usage": True}}, "request-field-needs-another", "stream"),
-        ({"model": "other"}, "model-not-served", "tiny"),
-        ({"prompt": ["A"] * 65, "n": 2}, "too-many-texts-in-request", "130"),
-        ({"prompt": [5, VOCAB]}, "prompt-id-out-of-range", str(VOCAB)),
-        ({"prompt": [[5], [10**30]]}, "prompt-id-out-of-range", "prompt 2"),
-        ({"prompt": "~"}, "prompt-not-encodable", "prompt 1"),
-        ({"prompt": [1] * 11, "max_tokens": 30}, "prompt-and-new-tokens-exceed-length", "11"),
-    ],
+    [*TABLES["unsuitable"], ({"prompt": ["A"] * 65, "n": 2}, "too-many-texts-in-request", "130")],
 )
 def test_unsuitable_requests_are_rejected(
     api: CompletionsApi, given: dict[str, Any], code: str, shown: str

@@ -25,7 +25,10 @@ from megatron_ds.inference.serving.service import (
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer import Tokenizer
 from tests.problems import codes, raises_problem
+from tests.tables import tables
 from tests.unit.inference.models import EOD, VOCAB, model_of, result_of
+
+TABLES = tables(__file__)
 
 EOL, TWO_EOLS, COLON = 10, 11, 12
 MAX_LENGTH = 40
@@ -180,20 +183,7 @@ def test_texts_without_a_requested_length_fill_the_sequence(service: TextGenerat
     assert len(long) == MAX_LENGTH or long[-1] == EOD
 
 
-TOO_LONG = "prompt-and-new-tokens-exceed-length"
-
-
-@pytest.mark.parametrize(
-    ("prompts", "fields", "code", "shown"),
-    [
-        (["a", "a" * 36], {"tokens_to_generate": 5}, TOO_LONG, "prompt 2: its 36 "),
-        (["a" * 36], {"tokens_to_generate": 5}, TOO_LONG, "by 1 token, or ask for at most 4 new"),
-        (["a" * 41], {"tokens_to_generate": 0, "logprobs": True}, TOO_LONG, "by 1 token"),
-        (["a" * 40], {}, "prompt-fills-sequence", "40"),
-        (["a", "?"], {}, "prompt-not-encodable", "prompt 2"),
-        (["a"], {"beam_width": 2, "stop_token": VOCAB}, "stop-token-out-of-range", str(VOCAB)),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "fields", "code", "shown"), TABLES["unsuitable"])
 def test_unsuitable_requests_are_rejected(
     service: TextGenerationService, prompts: list[str], fields: Any, code: str, shown: str
 ) -> None:

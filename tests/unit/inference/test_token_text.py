@@ -9,10 +9,11 @@ import pytest
 from megatron_ds.inference.generation.stop_rules import StopStrings
 from megatron_ds.inference.generation.token_text import TokenText
 from megatron_ds.tokenizer import Tokenizer
+from tests.tables import tables
 from tests.unit.inference.schedulers import PARTS, ByteTokenizer
 from tests.unit.tokenizer.test_golden import FILES, texts, tokenizer_of
 
-TEXTS = ["ABC", "é€😀", "AB€AB€", "é\n\n€", "XYXYZ"]
+TABLES = tables(__file__)
 
 
 def parts_of(text: TokenText, ids: list[int]) -> list[str]:
@@ -65,20 +66,7 @@ def test_a_prompt_that_ends_within_a_character_is_left_out() -> None:
     assert "".join(parts_of(text, rest)) == tokenizer.decode(rest) == "\ufffdA"
 
 
-@pytest.mark.parametrize(
-    ("given", "stops", "expected"),
-    [
-        ("ABCD", ("C",), ["A", "B", "", "", ""]),
-        ("ABCD", ("BC",), ["A", "", "", "", ""]),
-        ("ABCD", ("CX",), ["A", "B", "", "CD", ""]),
-        ("AABC", ("AB",), ["", "A", "", "", ""]),
-        ("AABA", ("AABC",), ["", "", "", "AAB", "A"]),
-        ("ABCD", ("D", "BC"), ["A", "", "", "", ""]),
-        ("ABCD", ("BCD", "C"), ["A", "", "B", "", ""]),
-        ("ABC", ("AB", "A"), ["", "", "", ""]),
-        ("A€B", ("€",), ["A", "", "", "", "", ""]),
-    ],
-)
+@pytest.mark.parametrize(("given", "stops", "expected"), TABLES["stops"])
 def test_a_stop_string_ends_the_text(
     given: str, stops: tuple[str, ...], expected: list[str]
 ) -> None:

@@ -24,6 +24,9 @@ from megatron_ds.launch.watch.liveness import (
     find_dead_peer,
     find_launchers,
 )
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 SLEEPS = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -146,25 +149,7 @@ def test_hosts_of_one_name_differ_by_boot_id(
     assert len(hosts) == 2
 
 
-PYTHON = "/venv/bin/python"
-AGENT_LINE = f"{PYTHON} -u -m deepspeed.launcher.launch --world_info=x train.py"
-
-
-@pytest.mark.parametrize(
-    ("parent", "above", "watched"),
-    [
-        (AGENT_LINE, f"{PYTHON} /venv/bin/deepspeed train.py", 2),
-        (AGENT_LINE, f"{PYTHON} -m deepspeed.launcher.runner train.py", 2),
-        (AGENT_LINE, "bash job.sh", 1),
-        (f"{PYTHON} /venv/bin/torchrun train.py", "bash", 1),
-        (f"{PYTHON} -m torch.distributed.run train.py", "bash", 1),
-        (f"{PYTHON} -u -m torch.distributed.launch train.py", "bash", 1),
-        # Parents that may exit while the run continues.
-        ("bash -c 'deepspeed train.py'", f"{PYTHON} /venv/bin/deepspeed", 0),
-        ("nohup python train.py", "bash", 0),
-        ("'slurmstepd: [1.0]'", "slurmstepd", 0),
-    ],
-)
+@pytest.mark.parametrize(("parent", "above", "watched"), TABLES["command_lines"])
 def test_launchers_are_recognized_by_their_command_lines(
     parent: str, above: str, watched: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -19,11 +19,12 @@ from megatron_ds.launch.ranks.rank_variables import (
     first_host,
 )
 from tests.problems import raises_problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 RECORDED = tomllib.loads(Path(__file__).with_name("recorded_environments.toml").read_text())
 ALONE: dict[str, str] = {}
-LOOPBACK = "127.0.0.1"
-INCOMPLETE = "incomplete-launcher-environment"
 CONTRADICTORY = "contradictory-launcher-environment"
 
 
@@ -44,26 +45,8 @@ def ranks(rank: int, size: int, local_rank: int, local_size: int, host: str) -> 
 
 
 EXPECTED = {
-    "srun_two_nodes": [ranks(0, 4, 0, 2, "node1"), ranks(3, 4, 1, 2, "node1")],
-    "srun_uneven": [ranks(0, 3, 0, 2, "node1"), ranks(2, 3, 0, 1, "node1")],
-    "srun_pmi2": [ranks(0, 2, 0, 2, LOOPBACK), ranks(1, 2, 1, 2, LOOPBACK)],
-    "srun_in_batch": [ranks(0, 2, 0, 1, "node1"), ranks(1, 2, 0, 1, "node1")],
-    "srun_second_node": [ranks(0, 2, 0, 2, LOOPBACK), ranks(1, 2, 1, 2, LOOPBACK)],
-    "srun_pty": [ranks(0, 2, 0, 2, LOOPBACK), ranks(1, 2, 1, 2, LOOPBACK)],
-    "mpirun_one_host": [ranks(0, 2, 0, 2, LOOPBACK), ranks(1, 2, 1, 2, LOOPBACK)],
-    "mpirun_two_nodes": [ranks(0, 4, 0, 2, "node1"), ranks(3, 4, 1, 2, "node1")],
-    "hydra_one_host": [ranks(0, 2, 0, 2, LOOPBACK), ranks(1, 2, 1, 2, LOOPBACK)],
-    "hydra_two_nodes": [ranks(0, 4, 0, 2, "node1"), ranks(3, 4, 1, 2, "node1")],
-    # A process of its own, or with the variables of a launcher.
-    "srun_one_task": [ALONE],
-    "batch_script": [ALONE],
-    "batch_within_step": [ALONE],
-    "salloc_shell": [ALONE],
-    "interactive": [ALONE],
-    "mpirun_one_process": [ALONE],
-    "deepspeed_one_host": [ALONE, ALONE],
-    "torchrun_in_srun": [ALONE, ALONE],
-    "torchrun_in_batch": [ALONE, ALONE],
+    name: [ranks(*row) if row else ALONE for row in rows]
+    for name, rows in TABLES["expected"].items()
 }
 
 
@@ -101,18 +84,7 @@ def test_unused_tasks_are_counted_where_no_launcher_started_the_process() -> Non
     }
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node1", "node1"),
-        ("node[1-2]", "node1"),
-        ("node[001-003,7],gpu-[1-2]-x", "node001"),
-        ("gpu-[07,9-12]-x", "gpu-07-x"),
-        ("rack[2-3]node[01-16],login", "rack2node01"),
-        ("a-b.example.org,c", "a-b.example.org"),
-        ("r[1,3]a,b", "r1a"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "first"), TABLES["node_lists"])
 def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
@@ -156,63 +128,13 @@ def test_variables_that_a_container_passes_on_suffice() -> None:
     assert {ranks["MASTER_ADDR"] for ranks in found} == {"a1"}
 
 
-@pytest.mark.parametrize(
-    ("env", "code", "shown"),
-    [
-        (MINIMAL, "rendezvous-host-unknown", "Slurm"),
-        (MINIMAL, "rendezvous-host-unknown", "srun --export"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, INCOMPLETE, "SLURM_PROCID"),
-        ({"SLURM_NTASKS": "2"}, INCOMPLETE, "SLURM_PROCID"),
-        ({**MINIMAL, "SLURM_PROCID": "2"}, CONTRADICTORY, "SLURM_NTASKS=2"),
-        ({**MINIMAL, "SLURM_PROCID": "x"}, "rank-not-a-number", "SLURM_PROCID=x"),
-        ({"RANK": "0", "PMIX_RANK": "0"}, INCOMPLETE, "PMIX_RANK"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, INCOMPLETE, "PMI_RANK"),
-        ({"RANK": "3"}, INCOMPLETE, "WORLD_SIZE"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, INCOMPLETE, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        (
-            variables("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK=0"),
-            "rendezvous-host-unknown",
-            "MVAPICH",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("env", "code", "shown"), TABLES["incomplete"])
 def test_incomplete_variables_are_an_error(env: Environment, code: str, shown: str) -> None:
     with raises_problem(code, contains=shown):
         find_ranks(env)
 
 
-@pytest.mark.parametrize(
-    ("name", "own", "shown"),
-    [
-        # Exported by the batch script, so that every task has it.
-        ("srun_two_nodes", "RANK=0", "SLURM_PROCID=3"),
-        ("srun_two_nodes", "RANK=0 WORLD_SIZE=4 LOCAL_RANK=0", "SLURM_PROCID=3"),
-        ("srun_two_nodes", "WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=4"),
-        ("srun_two_nodes", "LOCAL_RANK=0", "SLURM_LOCALID=1"),
-        ("srun_two_nodes", "PMI_RANK=1", "SLURM_PROCID=3"),
-        # Left over from a run of one process.
-        ("srun_two_nodes", "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0", "SLURM_STEP_NUM_TASKS=4"),
-        # `srun torchrun` without --nnodes: a training per task.
-        (
-            "srun_two_nodes",
-            "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 TORCHELASTIC_RUN_ID=none",
-            "SLURM_STEP_NUM_TASKS=4",
-        ),
-        (
-            "srun_two_nodes",
-            "RANK=0 WORLD_SIZE=8 LOCAL_RANK=0 TORCHELASTIC_RUN_ID=none GROUP_WORLD_SIZE=1",
-            "SLURM_STEP_NUM_TASKS=4",
-        ),
-        # `srun deepspeed` without a hostfile.
-        (
-            "srun_two_nodes",
-            "RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 CROSS_RANK=0 CROSS_SIZE=1",
-            "SLURM_STEP_NUM_TASKS=4",
-        ),
-        ("mpirun_two_nodes", "RANK=0", "OMPI_COMM_WORLD_RANK=3"),
-        ("hydra_one_host", "WORLD_SIZE=1", "PMI_SIZE=2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "own", "shown"), TABLES["contradictions"])
 def test_contradictions_name_both_variables(name: str, own: str, shown: str) -> None:
     with raises_problem(CONTRADICTORY, contains=shown) as raised:
         find_ranks({**recorded(name)[1], **variables(own)})

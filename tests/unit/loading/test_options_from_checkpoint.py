@@ -27,8 +27,11 @@ from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.run import complete_settings
 from tests.problems import codes, fields
+from tests.tables import tables
 from tests.unit.checkpoint.fakes import Managers, run_of, save
 from tests.unit.conversion.models import SMALL, random_source
+
+TABLES = tables(__file__)
 
 
 @pytest.fixture
@@ -130,23 +133,8 @@ OPTIMIZER = OptimizerConfig(
     lr=0.5, weight_decay=0.1, weight_decay_incr_style="linear", start_weight_decay=0.01,
     end_weight_decay=0.1, decoupled_lr=0.25,
 )  # fmt: skip
-COSINE = {"lr_decay_style": "cosine", "min_lr": 0.01, "lr_warmup_init": 0.001}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "cosine"}
-SAVED: dict[str, dict[str, Any]] = {
-    "iterations": {**COSINE, "train_iters": 40, "lr_warmup_iters": 4},
-    "own length": {**COSINE, "train_iters": 60, "lr_decay_iters": 40, "lr_warmup_fraction": 0.1},
-    "samples": {**COSINE, "train_samples": 160, "lr_warmup_samples": 16},
-    "tokens": {**COSINE, "train_tokens": 640, "lr_warmup_samples": 16},
-    "more tokens": {**COSINE, "train_samples": 999, "lr_decay_tokens": 640, "lr_warmup_tokens": 64},
-    "annealed": {**WSD, "train_iters": 40, "lr_wsd_decay_iters": 10},
-    "logarithmic": {
-        **COSINE,
-        "train_iters": 40,
-        "lr_warmup_iters": 4,
-        "lr_warmup_style": "log",
-    },
-    "constant": {"lr_decay_style": "constant", "train_iters": 40, "lr_warmup_iters": 4},
-}
+SAVED: dict[str, dict[str, Any]] = TABLES["saved"]
 RUNS: dict[str, dict[str, Any]] = {
     "iterations": {"train_iters": 80, "lr_warmup_iters": 11},
     "larger batch": {"train_iters": 80, "global_batch_size": 8, "lr_decay_style": "linear"},

@@ -18,7 +18,6 @@ from megatron_ds.checkpoint.location import Location
 from megatron_ds.checkpoint.metadata import MANIFEST, Checkpoint, manifest_text, read_manifest
 from megatron_ds.checkpoint.store.mirror import STAGING_LOCK
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, TokenizerConfig
-from megatron_ds.config.options.checkpoint import FORMATS
 from megatron_ds.conversion.huggingface.read_write import open_hf
 from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.weights_folder import write_weights_folder
@@ -30,9 +29,12 @@ from megatron_ds.loading.locations import locate_weights, staged_location
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
+from tests.tables import tables
 from tests.unit.checkpoint.fakes import run_of
 from tests.unit.conversion.hf_models import VOCAB, random_model
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
+
+TABLES = tables(__file__)
 
 
 @pytest.fixture(params=["hf", "native"])
@@ -153,26 +155,7 @@ def test_damaged_folders_are_problems(folder: Path) -> None:
     assert codes(make_plan(run_of(folder))[2]) == found
 
 
-SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
-
-
-@pytest.mark.parametrize(
-    ("load", "given", "options", "expected"),
-    [
-        *((f"{name}:gone", SIZES, {}, "load-folder-missing") for name in FORMATS if name != "hf"),
-        ("hf:gone", SIZES, {}, "hub-model-without-owner"),
-        ("gone", {}, {}, "load-folder-missing"),
-        ("gone", SIZES, {"finetune": True}, "load-folder-missing"),
-        ("gone", SIZES, {"reset_iteration": True}, "load-folder-missing"),
-        ("hf:empty", SIZES, {}, "weights-format-unknown"),
-        ("native:empty", SIZES, {}, "weights-format-unknown"),
-        ("empty", {}, {}, "weights-format-unknown"),
-        ("empty", SIZES, {"finetune": True}, "weights-format-unknown"),
-        ("gone", SIZES, {}, None),
-        ("empty", SIZES, {}, None),
-        ("native:gone/global_step5", SIZES, {}, None),
-    ],
-)
+@pytest.mark.parametrize(("load", "given", "options", "expected"), TABLES["rejected"])
 def test_a_run_without_its_expected_weights_is_rejected(
     load: str,
     given: dict[str, int],

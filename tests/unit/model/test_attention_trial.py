@@ -25,8 +25,11 @@ from megatron_ds.model.attention.packed import (
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.attention.trial import candidates, select_kernel
 from tests.problems import codes
+from tests.tables import tables
 from tests.unit.model.dense import dense_flex, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG, CPU, EOD, POSITIONS
+
+TABLES = tables(__file__, tuple)
 
 TORCH_VARLEN = attention_trial._torch_varlen
 
@@ -195,21 +198,7 @@ def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
     assert codes([reason]) == ["document-attention-slow"]
 
 
-@pytest.mark.parametrize(
-    ("window", "scale", "parameters", "expected"),
-    [
-        (None, None, "is_causal=False", {"is_causal": True}),
-        (None, None, "*, window_size=(-1, -1)", {"window_size": (-1, 0)}),
-        (4, None, "*, is_causal=False, window_size=(-1, -1)", {"window_size": (3, 0)}),
-        (4, 0.5, "*, window_size=None, scale=None", {"window_size": (3, 0), "scale": 0.5}),
-        (
-            None,
-            None,
-            "*, window_size=(-1, -1), enable_gqa=False",
-            {"window_size": (-1, 0), "enable_gqa": True},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("window", "scale", "parameters", "expected"), TABLES["versions_of_torch"])
 def test_varlen_attention_is_causal_in_every_version_of_torch(
     window: int | None,
     scale: float | None,

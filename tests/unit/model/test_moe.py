@@ -23,16 +23,16 @@ from megatron_ds.parallel.router_log import RouterLog
 from tests.independent.model import DEFAULTS, Experts
 from tests.observed import Observed
 from tests.problems import codes
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 S, B, H, E = 7, 3, 16, 4
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
 DROPPING = {"moe_expert_capacity_factor": 0.8}
 
-GROUPED = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 BIAS = {"moe_router_enable_expert_bias": True}
-BY_SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss"}
-SHARED = {"moe_shared_expert_intermediate_size": 20}
 
 
 def architecture(**changes: Any) -> ModelConfig:
@@ -50,26 +50,7 @@ def build(moe: MoEConfig, config: ModelConfig) -> MoE:
     return layer
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"moe_router_topk": 1},
-        {"moe_router_topk": 4},
-        {"moe_router_pre_softmax": True, "moe_router_bias": True},
-        {"moe_router_topk": 3, **DROPPING},
-        {"moe_token_drop_policy": "position", **DROPPING},
-        {"moe_min_capacity": 9, **DROPPING},
-        {"moe_token_dropping": False, **DROPPING},
-        {**BY_SEQUENCE, "moe_router_topk_scaling_factor": 2.5},
-        {**SIGMOID, **BIAS, "moe_router_load_balancing_type": "global_aux_loss"},
-        {**SIGMOID, **GROUPED, **BIAS, "moe_router_topk": 1, "moe_router_bias": True},
-        {**GROUPED, **SHARED, **BY_SEQUENCE, "moe_router_pre_softmax": True},
-        {**SHARED, **DROPPING, "moe_latent_size": 12, "moe_shared_expert_gate": True},
-        {**SIGMOID, **GROUPED, "moe_ffn_hidden_size": 8, "moe_router_dtype": "fp64"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", TABLES["layers"], ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: str) -> None:
     """Claim (parallel): the mixture-of-experts layer equals a loop over tokens and experts,

@@ -21,7 +21,10 @@ from megatron_ds.model.attention.rule import Rope, attention_rules
 from megatron_ds.model.position_embedding import PositionEncoder, rope_rates, rope_table, rotate
 from megatron_ds.parallel.mesh import Group, Mesh
 from tests.observed import Observed
+from tests.tables import tables
 from tests.unit.model.dense import TINY
+
+TABLES = tables(__file__)
 
 CPU = torch.device("cpu")
 
@@ -55,36 +58,9 @@ def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
 
 YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 32.0}
 YARN |= {"yarn_original_max_position_embeddings": 4096}
-MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
-THEIR_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
-SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "linear": (
-        {"rotary_seq_len_interpolation_factor": 4.0}, {"rope_type": "linear", "factor": 4.0}
-    ),
-    "llama3": ({"use_rope_scaling": True, "rope_scaling_factor": 16.0}, LLAMA3),
-    "ntk": (
-        {"rope_ntk_factor": 3.0, "max_position_embeddings": 64, "seq_length": 200},
-        {"rope_type": "dynamic", "factor": 3.0},
-    ),
-    "ntk in a short run": (
-        {"rope_ntk_factor": 3.0, "max_position_embeddings": 64, "seq_length": 50},
-        {"rope_type": "dynamic", "factor": 3.0},
-    ),
-    "yarn": (YARN, THEIR_YARN),
-    "yarn of gpt-oss": (
-        {**YARN, "yarn_correction_range_round_to_int": False}, {**THEIR_YARN, "truncate": False}
-    ),
-    "yarn of deepseek": (
-        {**YARN, **MSCALES, "yarn_beta_fast": 30.0, "yarn_beta_slow": 2.0},
-        {**THEIR_YARN, **MSCALES, "beta_fast": 30, "beta_slow": 2},
-    ),
-    "yarn of a short model": (
-        {**YARN, "yarn_original_max_position_embeddings": 8},
-        {**THEIR_YARN, "original_max_position_embeddings": 8},
-    ),
-}  # fmt: skip
+SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = TABLES["scalings"]  # fmt: skip
 """Our options, and transformers' parameters of rope."""
 
 

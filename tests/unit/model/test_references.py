@@ -21,9 +21,12 @@ from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
 from tests.independent.model import loss_of
 from tests.independent.training import further_loss, mean_loss
+from tests.tables import tables
 from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.models import model_of
 from tests.unit.model.dense import TINY, build_model, gradients
+
+TABLES = tables(__file__, tuple)
 
 VOCAB, LENGTH = 50, 12
 TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -101,18 +104,7 @@ def test_windows_are_those_of_a_dense_forward_pass(position: str, pattern: str |
 
 YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0}
 YARN |= {"yarn_original_max_position_embeddings": 40, "mscale": 3.0}
-ROPES: dict[str, dict[str, Any]] = {
-    "neighbors": {"rotary_interleaved": True, "rotary_percent": 0.75, "no_rope_freq": "2"},
-    "yarn": {**YARN, "no_rope_freq": "[1, 0]", "rotary_base": 100.0},
-    "yarn of neighbors": {**YARN, "rotary_interleaved": True, "yarn_beta_fast": 2.0},
-    "base of each layer": {
-        "rotary_base_per_layer": (20.0, 300.0),
-        "rotary_seq_len_interpolation_factor": 3.0,
-        "rope_scaling_layers": "2",
-    },
-    "llama3": {"use_rope_scaling": True, "rope_scaling_layers": "[1, 0]", "rotary_base": 1e6},
-    "ntk": {"rope_ntk_factor": 2.0, "max_position_embeddings": 4},
-}
+ROPES: dict[str, dict[str, Any]] = TABLES["ropes"]
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -144,19 +136,11 @@ def test_rope_is_that_of_a_dense_forward_pass(name: str) -> None:
     assert_equal(found_packed, dense_logits(model.config, weights, tokens, **where))
 
 
-LATENT = {
-    "multi_latent_attention": True,
-    "position_embedding_type": "rope",
-    "kv_lora_rank": 10,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-}
+LATENT = TABLES["latent"]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"q_lora_rank": 14, "qk_layernorm": True}, {}, {**YARN, "mscale_all_dim": 2.0}],
+    "options", [{"q_lora_rank": 14, "qk_layernorm": True}, {}, {**YARN, "mscale_all_dim": 2.0}]
 )
 def test_latent_attention_is_that_of_a_dense_forward_pass(options: dict[str, Any]) -> None:
     """Also of tokens that continue a cache, which has the latent vectors and the shared keys."""
@@ -200,46 +184,7 @@ def test_logits_equal_those_of_a_dense_forward_pass(position: str, normalization
         assert_equal(logits(model), expected)
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "both, weights around 0": {
-        "norm_position": "both",
-        "apply_layernorm_1p": True,
-        "normalization": "RMSNorm",
-        "embedding_multiplier": 5.5,
-        "qk_layernorm": True,
-    },
-    "reordered, one norm of all heads": {
-        "norm_position": "reordered",
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all-heads",
-        "fp32_residual_connection": True,
-    },
-    "after": {"norm_position": "after", "qk_l2_norm": True, "residual_multiplier": 0.3},
-    "norms of their own": {"parallel_residual": "separate", "logits_multiplier": 0.25},
-    "a shared norm": {
-        "parallel_residual": "shared",
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all-heads",
-    },
-    "a limited gate": {
-        "activation": "quick-geglu",
-        "activation_func_clamp_value": 0.8,
-        "glu_linear_offset": 1.0,
-    },
-    "biases of the MLP and the output layer": {
-        "add_attention_bias": False,
-        "output_layer_bias": True,
-        "untie_embeddings_and_output_weights": True,
-    },
-    "a bias and a tied embedding": {"output_layer_bias": True},
-    "a gate by tanh": {"activation": "geglu", "gelu_approximation": "tanh"},
-    "added to the norm": {
-        "apply_residual_connection_post_layernorm": True,
-        "apply_layernorm_1p": True,
-        "embed_layernorm": True,
-    },
-}
+FORMS: dict[str, dict[str, Any]] = TABLES["forms"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -265,17 +210,7 @@ def test_residual_forms_are_those_of_a_dense_forward_pass(form: str) -> None:
     assert_equal(torch.cat(cached, dim=1), expected)
 
 
-PREDICTIONS: dict[str, dict[str, Any]] = {
-    "learned": {"output_layer_bias": True, "fp32_residual_connection": True},
-    "rope": {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "norm_position": "both",
-        "untie_embeddings_and_output_weights": True,
-        "logits_multiplier": 0.5,
-        "window_size": "4,0",
-    },
-}
+PREDICTIONS: dict[str, dict[str, Any]] = TABLES["predictions"]
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -36,6 +36,9 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.planning.memory_estimate import MemoryEstimate, estimate, planned_memory
 from megatron_ds.planning.memory_inputs import BLOCKWISE_8_BIT, MemoryInputs
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
 COLLECTIVES = (
@@ -51,80 +54,7 @@ SHAPE: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
-MODELS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "hidden dropout": {"hidden_dropout": 0.1},
-    "attention dropout": {"attention_dropout": 0.1},
-    "rope": {"position_embedding_type": "rope"},
-    "rope, attention dropout": {"position_embedding_type": "rope", "attention_dropout": 0.1},
-    "alibi": {"position_embedding_type": "alibi"},
-    "alibi, grouped queries": {"position_embedding_type": "alibi", "num_query_groups": 2},
-    "grouped queries": {"num_query_groups": 2},
-    "windows": {"window_size": "40,0", "window_attn_skip_freq": "2"},
-    "swiglu, RMSNorm": {"activation": "swiglu", "normalization": "RMSNorm"},
-    "norms of queries and keys": {"qk_layernorm": True, "num_query_groups": 2},
-    "norms, rope": {
-        "qk_layernorm": True,
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-    },
-    "OLMo 2": {
-        "norm_position": "reordered",
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all-heads",
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "num_query_groups": 2,
-    },
-    "Gemma": {
-        "norm_position": "both",
-        "apply_layernorm_1p": True,
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "position_embedding_type": "rope",
-        "embedding_multiplier": 8.0,
-    },
-    "parallel": {"parallel_residual": "separate", "hidden_dropout": 0.1},
-    "parallel, a shared norm": {"parallel_residual": "shared", "qk_l2_norm": True},
-    "after": {"norm_position": "after"},
-    "added to the norm": {"apply_residual_connection_post_layernorm": True},
-    "stream in fp32": {"fp32_residual_connection": True},
-    "stream in fp32, RMSNorm": {"fp32_residual_connection": True, "normalization": "RMSNorm"},
-    "offset": {"activation": "swiglu", "glu_linear_offset": 1.0},
-    "limit": {"activation": "reglu", "activation_func_clamp_value": 0.5},
-    "GPT-OSS": {
-        "activation": "quick-geglu",
-        "activation_func_clamp_value": 0.5,
-        "glu_linear_offset": 1.0,
-    },
-    "gate": {"attention_output_gate": True, "num_query_groups": 2},
-    "gates of heads": {"head_wise_attn_gate": True, "position_embedding_type": "rope"},
-    "softcap": {"attn_logit_softcapping": 2.0, "num_query_groups": 2},
-    "sinks": {"softmax_type": "learnable", "position_embedding_type": "rope"},
-    "MLA": {
-        "multi_latent_attention": True,
-        "position_embedding_type": "rope",
-        "q_lora_rank": 24,
-        "kv_lora_rank": 40,
-        "qk_layernorm": True,
-        "qk_head_dim": 16,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 12,
-        "normalization": "RMSNorm",
-    },
-    "MLA, plain": {
-        "multi_latent_attention": True,
-        "position_embedding_type": "rope",
-        "qk_head_dim": 16,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 24,
-    },
-    "reglu": {"activation": "reglu"},
-    "liglu": {"activation": "liglu"},
-    "squared relu": {"activation": "squared-relu"},
-    "predictions": {"mtp_num_layers": 2, "hidden_dropout": 0.1},
-    "predictions, RMSNorm": {"mtp_num_layers": 1, "normalization": "RMSNorm"},
-}
+MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 OF_ATTENTION = {
     *("attention_dropout", "position_embedding_type", "num_query_groups"),
     *("window_size", "window_attn_skip_freq"),

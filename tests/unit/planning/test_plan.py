@@ -25,7 +25,10 @@ from megatron_ds.training import run
 from tests.pages import plan_example
 from tests.problems import printed_codes
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
 from tools import plan as tool
+
+TABLES = tables(__file__)
 
 LLAMA_70B = (
     "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 --swiglu "
@@ -40,20 +43,7 @@ LLAMA_405B = (
     .replace("--global-batch-size 1024", "")
     + "--num-layers 126 --hidden-size 16384 --num-attention-heads 128 --ffn-hidden-size 53248 "
 )
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+LLAMA_8B = TABLES["llama_8b"]
 SHAPE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
 )
@@ -221,18 +211,7 @@ def json_of(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        *(f"--{split}-data-path a" for split in ("train", "valid", "test")),
-        "--train-weighted-split-paths 'A: 1 0:1 a'",
-        "--train-weighted-split-paths-path t.txt --valid-weighted-split-paths-path v.txt",
-        "--data-args-path files.txt",
-        "--per-split-data-args-path splits.json",
-        "--data-path a",
-        "",
-    ],
-)
+@pytest.mark.parametrize("data", TABLES["flags_of_data"])
 def test_a_plan_needs_no_data(data: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Claim (deepspeed): plans need neither data nor files of a tokenizer"""
     assert json_of(f"{SMALL} {data}", capsys)["samples_per_step"] == 1
@@ -333,17 +312,7 @@ def test_plans_of_one_h200_are_what_was_measured(
     assert 1 <= plan.memory.peak / 2**30 / peak_gib < 1.05
 
 
-@pytest.mark.parametrize(
-    ("flags", "overlaps"),
-    [
-        ("--bf16 --zero-stage 1", 0.25),  # with the last of four micro-batches
-        ("--bf16 --zero-stage 2", 1.0),
-        ("--fp16 --zero-stage 1", 0.0),
-        ("--bf16 --zero-stage 1 --cpu-optimizer", 0.0),
-        ("--bf16 --zero-stage 1 --no-accumulate-allreduce-grads-in-fp32", 0.0),
-        ("--bf16 --zero-stage 1 --pipeline-model-parallel-size 2", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("flags", "overlaps"), TABLES["hidden_gradients"])
 def test_gradients_are_hidden_behind_the_backward_passes_that_send_them(
     flags: str, overlaps: float
 ) -> None:

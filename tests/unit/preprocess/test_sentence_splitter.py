@@ -43,30 +43,12 @@ from tests.preprocess_runs import (
 )
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
 from tests.token_files import reference_bytes
 
-MARKED = [
-    "It rains.| It pours.| The old man snores.",
-    "Dr. Smith met Mrs. J. R. Jones, Ph.D. and left.| They spoke.",
-    "Pi is 3.14.| That is near 22/7.| Is it?| Yes!| No?!| Maybe.",
-    'He said: "Go home!"| She asked "Why?" and stayed.| (He went.)| She did not.',
-    '"Really?" he asked.| "No!" she said.',
-    "Wait... what?| Well...| Yes.| So… no…| Never.",
-    "See fig. 3, p. 12 and vol. 2 of No. 7.| No.| I will not.",
-    "The U.S. Army came.| He lives in the U.S.| The army left at 5 p.m.| It was late.",
-    "Acme Inc. Ltd. makes bolts, nuts etc. and more.| It sells bolts, etc.| They are good.",
-    "1. First point.| 2. Second point.|\n  3. Third\n a. one",
-    "A title|\n\nThe text begins.| It ends.|\n \t\n\r\nA second title",
-    "一。|二！|三？|「四。」|五",
-    "यह एक है।| यह दो है।",
-    "So do I.| You do.| Plan by J. Doe, e.g. this one, i.e. That.",
-    "no capitals here. really none!| none?| no",
-    "e.g.Example.com is a site.Another is not.",
-    "«Oui.»| «Non.»| [Sic.]| —Then he left.",
-    "  Spaces around.|   And between.  ",
-    "...",
-    "!",
-]
+TABLES = tables(__file__)
+
+MARKED = TABLES["marked"]
 """Texts with | between sentences."""
 
 

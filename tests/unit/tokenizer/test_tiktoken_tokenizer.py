@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.tiktoken_tokenizer import PATTERNS
 from tests.problems import codes, raises_problem
+from tests.tables import tables
 from tests.unit.tokenizer import test_golden
 from tests.unit.tokenizer.test_golden import FOLDER, texts
+
+TABLES = tables(__file__)
 
 ITEMS = json.loads((FOLDER / "tiktoken.json").read_text())
 TOKENS = [base64.b64decode(item["token_bytes"]) for item in ITEMS]
@@ -100,16 +103,7 @@ def test_the_patterns_differ_inside_words(tmp_path: Path) -> None:
     assert build(path, tiktoken_pattern="v2").encode("aB//") == [10 + 97, 10 + 66, 267]
 
 
-INVALID_FILES = {
-    "tiktoken-byte-tokens-missing": ["", "YQ== 0\n"],
-    "tiktoken-file-invalid": [
-        *("[", '[{"rank": 0}]', '[{"rank": 0, "token_bytes": "!"}]', "YQ== x\n", "[" * 100_000)
-    ],
-    "token-ranks-not-contiguous": [
-        *(f'[{{"rank": {rank}, "token_bytes": "YQ=="}}]' for rank in ("true", "1")),
-        "YQ== 0\nYQ== 1\n",
-    ],
-}
+INVALID_FILES = TABLES["invalid_files"]
 
 
 @pytest.mark.parametrize("code", INVALID_FILES)

@@ -21,7 +21,10 @@ from megatron_ds.cli.doctor.shell import Shell, unmarked
 from megatron_ds.cli.doctor.tiny import shrink
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from tests.problems import codes
+from tests.tables import tables
 from tools import doctor
+
+TABLES = tables(__file__)
 
 LAUNCHERS = Path(__file__).parent.parent / "cli" / "launchers"
 
@@ -36,68 +39,7 @@ class Read(NamedTuple):
     """By line a part of the text."""
 
 
-SCRIPTS = {
-    "heredoc.slurm": Read(
-        """--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
-        --pp-partition-method 'type:transformer|embedding' --num-layers 22 --hidden-size 1024
-        --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2
-        --rampup-batch-size 32 32 1_000 --global-batch-size 64 --train-samples 220_000
-        --tokenizer-type NullTokenizer --vocab-size 1000 --bf16 --position-embedding-type alibi
-        --embed-layernorm --lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-decay-samples 200_000
-        --save '$SCRATCH/checkpoints/main' --data-path data/text_document --num-workers 2
-        --deepspeed --deepspeed_config './ds_config.$SLURM_JOB_ID.json'""",
-        """srun --jobid '$SLURM_JOB_ID' python -u -m torch.distributed.run --nproc_per_node 8
-        --nnodes 4 --rdzv_endpoint
-        '$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):6000'
-        --node_rank '$SLURM_PROCID'""",
-        32,
-        {8: "source $WORK/start-environment", 9: "$(date)", 12: "$(scontrol"},
-    ),
-    "arrays.sh": Read(
-        """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
-        --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 --lr 6.0e-5 --bf16
-        --tensor-model-parallel-size 8 --data-path 'my data/text_document' --split 949,50,1
-        --tokenizer-type NullTokenizer --vocab-size 100 --save '$1'""",
-        "torchrun --nproc_per_node 8 --nnodes 2",
-        16,
-    ),
-    "defaults.sh": Read(
-        """--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096
-        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1
-        --train-iters 10 --lr 1e-4 --data-path d --tokenizer-type NullTokenizer --vocab-size 100
-        --num-key-value-heads 8 --use-rotary-position-embeddings""",
-        "deepspeed --num_gpus 8 --num_nodes 1 --no_local_rank --no_python python3 -u",
-        8,
-    ),
-    "options.sh": Read(
-        """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
-        --micro-batch-size 4 --train-tokens 300000000000 --lr 2.0e-4 --fp16 --data-path p
-        --tokenizer-type NullTokenizer --vocab-size 100 --checkpoint-activations --deepspeed
-        --deepspeed_config ds_config_zero1.json --zero-stage 1""",
-        "deepspeed",
-        None,
-        {6: "$(ds_ssh nvidia-smi", 24: "ds_config_zero1.json"},
-    ),
-    "container.slurm": Read(
-        """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64
-        --micro-batch-size 1 --train-iters 10 --lr 1e-4 --data-path 0.5 a 0.5 b
-        --tokenizer-type NullTokenizer --vocab-size 100 --tensor-model-parallel-size 2
-        --tensorboard-dir 'tb/my run'""",
-        """srun --label --cpu-bind=mask_cpu:0x0000:0x00ff singularity exec -B /data image.sif
-        python""",
-        16,
-        {10: "read -r"},
-    ),
-    "unread.sh": Read(
-        "--num-layers 2 --num-workers '$(nproc)' --load '$CHECKPOINT' --hidden-size 64",
-        "torchrun",
-        None,
-        {
-            2: "for node", 5: "setup()", 9: "case", 13: "while true", 14: "if [ \"$(hostname)\"",
-            17: "$(nproc)", 18: "${HIDDEN^^}",
-        },
-    ),
-}  # fmt: skip
+SCRIPTS = {name: Read(**row) for name, row in TABLES["scripts"].items()}
 
 
 def read(*words: object, **variables: str) -> TrainingCommand:
@@ -264,118 +206,9 @@ def test_programs_with_other_losses_are_named(tmp_path: Path) -> None:
     assert "pretrain_bert.py" in diagnosis_of(command, tmp_path).lacking[0]
 
 
-NEOX = """
-{ # a comment
-  "pipe_parallel_size": 0, "model_parallel_size": 2, "num_layers": 24, "hidden_size": 2048,
-  "num_attention_heads": 16, "seq_length": 2048, "norm": "rmsnorm", "rms_norm_epsilon": 1.0e-6,
-  "pos_emb": "rotary", "rotary_pct": 0.25, "no_weight_tying": true, "init_method": "small_init",
-  "optimizer": {"type": "Adam", "params": {"lr": 0.0002, "betas": [0.9, 0.95], "eps": 1.0e-8,}},
-  "zero_optimization": {"stage": 1, "overlap_comm": True,}, "train_micro_batch_size_per_gpu": 4,
-  "gradient_accumulation_steps": 2, "fp16": {"enabled": true, "hysteresis": 3}, "train_iters": 10,
-  "lr_decay_style": "cosine", "warmup": 0.05, "data-path": "d", "attention_config": [[["flash"], 4]]
-}
-"""
-TORCHTITAN = """
-[model]
-name = "llama3"
-flavor = "8B"
-[optimizer]
-lr = 3e-4
-[lr_scheduler]
-min_lr_factor = 0.1
-[training]
-local_batch_size = 2
-seq_len = 8192
-steps = 1000
-[parallelism]
-tensor_parallel_degree = 2
-[checkpoint]
-enable = false
-interval = 100
-[float8]
-recipe_name = "rowwise"
-"""
-HUGGING_FACE = """
-{"config_name": "FOLDER", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
- "learning_rate": 3e-4, "warmup_steps": 10, "max_steps": 500, "bf16": true, "push_to_hub": true,
- "lr_scheduler_type": "cosine", "num_train_epochs": 3, "optim": "adafactor", "block_size": 32}
-"""
-PRIMUS = """
-modules:
-  pre_trainer:
-    framework: megatron
-    config: pre_trainer.yaml
-    model: llama.yaml
-    overrides:
-      train_iters: ${PRIMUS_ITERS:50}
-      lr: 1.0e-5
-      lr_decay_iters: null
-      num_workers: 3
-      gradient_accumulation_fusion: false
-      stderr_sink_level: DEBUG
-      made_up_key: 1
-"""
-PRIMUS_MODEL = """
-extends: [base.yaml]
-num_layers: 32
-num_query_groups: 8
-group_query_attention: true
-add_bias_linear: false
-hidden_dropout: 0.0
-"""
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 128, "tie_word_embeddings": False, "rope_theta": 10000.0,
-}  # fmt: skip
-CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "neox.yml": (
-        NEOX,
-        {
-            "num_layers": 24, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1,
-            "normalization": "RMSNorm", "norm_epsilon": 1e-6, "rotary_percent": 0.25,
-            "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
-            "lr": 2e-4, "adam_beta2": 0.95, "global_batch_size": 32, "micro_batch_size": 4,
-            "lr_warmup_fraction": 0.05, "fp16": True, "hysteresis": 3, "hidden_dropout": 0.1,
-            "gelu_approximation": "none", "split": "969,30,1", "zero_stage": 1,
-        },
-        "attention_config",
-        "init_method small_init: small_init is normal with",
-    ),
-    "titan.toml": (
-        TORCHTITAN,
-        {
-            "num_layers": 32, "num_query_groups": 8, "ffn_hidden_size": 14336, "lr": 3e-4,
-            "min_lr": 3e-5, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 8192,
-            "adam_beta2": 0.95, "weight_decay": 0.1, "lr_warmup_iters": 200, "bf16": True,
-            "zero_stage": 3, "save_interval": None, "train_iters": 1000,
-        },
-        "float8.recipe_name",
-        "--data-path is required",
-    ),
-    "trainer.json": (
-        HUGGING_FACE,
-        {
-            "num_layers": 2, "num_query_groups": 2, "seq_length": 32, "activation": "swiglu",
-            "micro_batch_size": 4, "global_batch_size": 64, "lr": 3e-4, "weight_decay": 0.0,
-            "adam_beta2": 0.999, "lr_decay_style": "cosine", "train_iters": 500,
-            "lr_warmup_iters": 10, "bf16": True, "seed": 42, "clip_grad": 1.0,
-        },
-        "push_to_hub",
-        "optim adafactor: supported: adamw_torch",
-    ),
-    "primus.yaml": (
-        PRIMUS,
-        {
-            "num_layers": 32, "num_query_groups": 8, "hidden_dropout": 0.0, "lr": 1e-5,
-            "add_bias_linear": False, "activation": "swiglu", "train_iters": 50, "bf16": True,
-            "normalization": "RMSNorm", "global_batch_size": 128, "micro_batch_size": 2,
-            "adam_beta2": 0.95, "num_workers": 3, "lr_decay_style": "cosine", "min_lr": 2.5e-5,
-        },
-        "made_up_key",
-        "--hidden-size is required",
-    ),
-}  # fmt: skip
+PRIMUS_MODEL = TABLES["primus_model"]
+LLAMA = TABLES["llama"]
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str, str]] = TABLES["configurations"]
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -487,15 +320,7 @@ def test_the_printed_command_and_the_tiny_run_have_the_settings_of_the_original(
         assert processes <= 16
 
 
-EXPERTS = (
-    "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 "
-    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --train-iters 9 "
-    "--lr 1e-3 --data-path x --tokenizer-type NullTokenizer --vocab-size 9 --num-experts 256 "
-    "--moe-layer-freq [0]*3+[1]*58 --moe-router-topk 8 --moe-ffn-hidden-size 2048 "
-    "--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-score-function sigmoid "
-    "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 2048 "
-    "--moe-latent-size 1024 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-)
+EXPERTS = TABLES["experts"]
 
 
 def test_the_tiny_run_of_experts_has_their_parts(tmp_path: Path) -> None:

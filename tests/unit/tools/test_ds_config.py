@@ -16,7 +16,10 @@ from megatron_ds.config.options.deepspeed_file import leaves
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
 from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
+from tests.tables import tables
 from tools import ds_config
+
+TABLES = tables(__file__)
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
@@ -221,17 +224,7 @@ def test_migrated_files_of_other_projects_are_valid(
     assert "File exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        (None, "No such file"),
-        ("folder", "irectory"),
-        ("{", ":1:2:"),
-        ('{"a": 1, "a": 2}', "duplicate key 'a'"),
-        ("[1]", "not a JSON object"),
-        ("\xff", "codec can't decode"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), TABLES["unreadable"])
 def test_unreadable_files_are_reported(
     text: str | None, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,17 +239,7 @@ def test_unreadable_files_are_reported(
     assert "[ds-config-unreadable]" in printed
 
 
-@pytest.mark.parametrize(
-    ("argv", "shown"),
-    [
-        (["validat", "x"], "did you mean 'validate'"),
-        (["x.json"], "valid: generate, explain, validate, migrate"),
-        (["validate"], "FILE"),
-        (["migrate", "x", "--from-version", "0.4"], "from 0.5.0 to "),
-        (["migrate", "x", "--lr", "1"], "[unknown-flag]"),
-        (["generate", *FLAGS.split(), "--deepspeed_config", "none.json"], "[file-not-found]"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "shown"), TABLES["wrong_command_lines"])
 def test_wrong_command_lines_are_reported(
     argv: list[str], shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,11 +258,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_need_neither_torch_nor_much_time(line: list[str]) -> None:
     """Claim (deepspeed): `tools/ds_config.py` imports neither torch nor DeepSpeed on a CPU, and
     takes less than 3 seconds"""
-    lines = [
-        " ".join(["generate", *line]),
-        " ".join(["explain", *line]),
-        f"validate {line[-1]}",
-    ]
+    lines = [" ".join(["generate", *line]), " ".join(["explain", *line]), f"validate {line[-1]}"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *lines],
         cwd=REPOSITORY,

@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import tables
+
+TABLES = tables(__file__)
+
 REPOSITORY = Path(__file__).resolve().parents[3]
-NAMES = {
-    "pretrain_llama.py": "pretrain_gpt.py",
-    "pretrain_gpt_alcf.py": "pretrain_gpt.py",
-    "tools/generate_samples_gpt2.py": "tools/generate_samples_gpt.py",
-    "tools/merge_preprocessed_data.py": "tools/merge_datasets.py",
-    "tools/checkpoint/util.py": "tools/start_tool.py",
-    "tasks/eval_harness/evaluate.py": "tools/evaluate.py",
-    "tasks/main.py": "tools/evaluate.py",
-}
+NAMES = TABLES["names"]
 
 
 @pytest.mark.parametrize("name", NAMES)

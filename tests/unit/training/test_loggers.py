@@ -37,7 +37,10 @@ from megatron_ds.training.loggers.selection import (
 )
 from megatron_ds.training.records import IntervalRecord, Logger
 from tests.problems import raises_problem
+from tests.tables import tables
 from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results
+
+TABLES = tables(__file__)
 
 
 def config_with(**logging: object) -> Config:
@@ -234,28 +237,7 @@ def test_the_document_lists_the_fields_in_order(full: IntervalRecord) -> None:
     assert names == [row[0] for row in documented("The training line")]
 
 
-@pytest.mark.parametrize(
-    ("option", "lines"),
-    [
-        (
-            "max",
-            ["max time across ranks (ms):", f"    optimizer {'.' * 38}: 5.25"],
-        ),
-        (
-            "minmax",
-            ["(min, max) time across ranks (ms):", f"    optimizer {'.' * 38}: (3.00, 5.25)"],
-        ),
-        (
-            "all",
-            [
-                "times across ranks (ms):",
-                "  optimizer:",
-                f"     rank  0 {'.' * 40}: 3.00",
-                f"     rank  1 {'.' * 40}: 5.25",
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("option", "lines"), TABLES["times"])
 def test_times_have_the_format_of_megatron(option: str, lines: list[str]) -> None:
     printed: list[str] = []
     record = interval(1, times={"optimizer": [3.0, 5.25]})
