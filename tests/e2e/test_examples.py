@@ -15,6 +15,7 @@ import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from tests.e2e.runs import PROGRAMS, REPOSITORY, Launcher, Run, free_port, losses
+from tests.pages.recipes import TINY, recipes
 from tests.proofs.cases import with_proofs
 from tools import make_corpus, preprocess_data, train_tokenizer
 
@@ -211,6 +212,20 @@ def trained(text: Text, launcher: Launcher, tmp_path_factory: pytest.TempPathFac
     assert_trained(folder, 4)
     assert "validation loss at the end of training" in output
     return folder
+
+
+IN_TESTS = {"deepseek-16b", "muon-0.6b"}
+"""Recipes that train in `make test`; the others do in the proofs."""
+NAMES = [path.stem for path in recipes()]
+
+
+@pytest.mark.parametrize("name", with_proofs(NAMES, {*NAMES} - IN_TESTS))
+def test_recipes_train_at_tiny_size(name: str, launcher: Launcher, tmp_path: Path) -> None:
+    """Claim (command-line): every recipe of
+    [examples/recipes](../../examples/recipes/README.md) trains with its file of tiny sizes"""
+    files = (TINY.with_name(f"{name}.yaml"), TINY)
+    launcher.start({"config": files, "save": tmp_path / "saved"}).succeed()
+    assert_trained(tmp_path, 4)
 
 
 def test_fp16_trains_or_offers_bf16(text: Text, launcher: Launcher, tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""The first lines of each file of examples/recipes, and the table of its README, by the plan."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.pages.flags import REPOSITORY, markdown_table
+from tools import plan
+
+FOLDER = REPOSITORY / "examples" / "recipes"
+OUTPUT = FOLDER / "README.md"
+BEGIN, END = "<!-- begin: generated table -->\n", "<!-- end -->\n"
+TINY = FOLDER / "tiny.yaml"
+RANKS = (8, 64)
+COLUMNS = ("parameters", "tokens", "operations", *(f"{ranks} H100" for ranks in RANKS))
+
+
+def recipes() -> list[Path]:
+    """The files, without the one that makes each of them tiny."""
+    return sorted(path for path in FOLDER.glob("*.yaml") if path != TINY)
+
+
+def page() -> str:
+    """README.md with a row for each recipe."""
+    head, _, rest = OUTPUT.read_text(encoding="utf-8").partition(BEGIN)
+    rows = [(f"[{path.stem}]({path.name})", *_figures(path)) for path in recipes()]
+    table = markdown_table(("recipe", *COLUMNS), rows)
+    return f"{head}{BEGIN}{table}{END}{rest.partition(END)[2]}"
+
+
+def text(path: Path) -> str:
+    """A recipe with its first lines: its title, which stays, and the figures of the plan."""
+    title, _, rest = path.read_text(encoding="utf-8").partition("\n")
+    settings = rest.partition("\n\n")[2] if rest.startswith("#") else rest.lstrip()
+    figures = zip(COLUMNS, _figures(path), strict=True)
+    lines = "".join(f"# {name:<12}{value}\n" for name, value in figures)
+    return f"{title}\n#\n{lines}\n{settings}"
+
+
+def write() -> None:
+    """Writes the first lines of the recipes."""
+    for path in recipes():
+        path.write_text(text(path), encoding="utf-8")
+
+
+@functools.cache
+def _figures(path: Path) -> tuple[str, ...]:
+    """The values of `COLUMNS`."""
+    plans = [_plan(path, ranks) for ranks in RANKS]
+    first = plans[0]
+    steps = first["days"] * 86400 / first["seconds"]["step"]
+    tokens = steps * first["tokens_per_step"]
+    return (
+        f"{first['parameters']:,}",
+        f"{_rounded(tokens)}, {_rounded(first['tokens_per_step'])} per step",
+        f"{steps * first['flops_per_step']:.2e}",
+        *(
+            f"{planned['memory']['peak'] / 1e9:.0f} GB of each, "
+            f"{_rounded(planned['tokens_per_second'])} tokens/s, {_duration(planned['days'])}"
+            for planned in plans
+        ),
+    )
+
+
+def _plan(path: Path, ranks: int) -> dict[str, Any]:
+    printed = io.StringIO()
+    words = ["--config", str(path), "--world-size", str(ranks), "--hardware", "h100", "--json"]
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        assert plan.main(words) == os.EX_OK, path
+    planned: dict[str, Any] = json.loads(printed.getvalue())
+    return planned
+
+
+def _rounded(count: float) -> str:
+    """A number with a suffix."""
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+    unit, suffix = next((item for item in units if count >= item[0]), (1.0, ""))
+    return f"{count / unit:.3g}{suffix}"
+
+
+def _duration(days: float) -> str:
+    return f"{days:.3g} days" if days >= 2 else f"{days * 24:.3g} hours"
