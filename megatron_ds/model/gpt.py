@@ -28,7 +28,7 @@ from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.kernels.elementwise import Elementwise
 from megatron_ds.model.layers import BUILT_IN, CustomParts, LayerBuilder, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
-from megatron_ds.model.output_layer import Z_LOSS, FurtherLoss, OutputLayer, TokenLoss
+from megatron_ds.model.output_layer import Z_LOSS, OutputLayer, TokenLoss
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
 from megatron_ds.model.prediction import ahead
 from megatron_ds.model.weight_init import Initializer
@@ -258,7 +258,7 @@ class GPTModel(nn.Module):
         if positions_BS is None:
             positions_BS = torch.ones_like(tokens_BS).cumsum(1) - 1
         factor = self.config.mtp_loss_scaling_factor / len(self._depths)
-        losses, blocks = {}, self.blocks()[-len(self._depths) :]
+        losses, blocks = dict[str, tuple[Tensor, Tensor]](), self.blocks()[-len(self._depths) :]
         ends = zip(self._depths.items(), self.predictions.values(), blocks, masks, strict=True)
         for (depth, name), prediction, block, mask_BS in ends:
             next_BS, places_BS, targets_BS = (
@@ -270,8 +270,9 @@ class GPTModel(nn.Module):
                 x_SBH = self._run_blocks([block], x_SBH, contexts, None, dropout)
             x_SBH = prediction.output_norm(x_SBH)  # type: ignore[union-attr, operator]
             output = self._output(x_SBH, targets_BS, mask_BS, local)
-            losses[name] = FurtherLoss(output[0], output[1], factor)
-        return loss._replace(further=losses)
+            total, count = output[:2]
+            losses[name] = total.detach() + factor * (total - total.detach()), count
+        return loss._replace(extras={**loss.extras, **losses})
 
     def masks_ahead(self, tokens_BS: Tensor, loss_mask_BS: Tensor | None) -> list[Tensor]:
         """Weights [B, S] of the losses of each depth of multi-token prediction."""

@@ -32,16 +32,6 @@ Z_LOSS = "lm_z_loss"
 """Name of the z-loss among the extras of a loss, and in logs."""
 
 
-class FurtherLoss(NamedTuple):
-    """Loss of another prediction for the same tokens."""
-
-    loss_sum: Tensor
-    """As of a `TokenLoss`."""
-    num_tokens: Tensor
-    factor: float
-    """Factor of its mean over its counted tokens."""
-
-
 class TokenLoss(NamedTuple):
     """Loss of one micro-batch, not yet divided by the number of its tokens."""
 
@@ -49,11 +39,9 @@ class TokenLoss(NamedTuple):
     """Sum over counted tokens of the cross entropy in nats, a scalar in fp32."""
     num_tokens: Tensor
     """Number of counted tokens (sum of the loss mask), a scalar in fp32."""
-    extras: Mapping[str, Tensor] = MappingProxyType({})
-    """Further sums over counted tokens by name, whose gradients `loss_sum` includes."""
-
-    further: Mapping[str, FurtherLoss] = MappingProxyType({})
-    """Losses by name whose gradients training adds to those of this one."""
+    extras: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
+    """Further sums by name, each with its number of tokens, those over other tokens last. Training
+    adds their gradients to the loss's."""
 
     def mean(self) -> Tensor:
         """Mean over the counted tokens; 0 if there are none, not 0 / 0."""
@@ -63,29 +51,27 @@ class TokenLoss(NamedTuple):
         """The loss times a weight, or its mean if there is none, and likewise the extras.
 
         Args:
-            weights: Weight of the loss, and of each of the further losses. The value is without
-                these, its gradient is with them.
+            weights: Weight of the loss, and of each of the extras over other tokens. The value is
+                without the extras, its gradient is with them.
         """
-        further = self.further.values()
-        first, *others = [None] * (1 + len(further)) if weights is None else weights.unbind()
-        loss = _weighted(self.loss_sum, self.num_tokens, first)
-        extras = {
-            name: _weighted(total, self.num_tokens, first) for name, total in self.extras.items()
-        }
-        for name, other, weight in zip(self.further, further, others, strict=True):
-            mean = _weighted(other.loss_sum, other.num_tokens, weight)
+        factors: list[Tensor | None] = [None] if weights is None else [*weights.unbind()]
+        loss, extras = _weighted(self.loss_sum, self.num_tokens, first := factors[0]), {}
+        factors = [first] * (len(self.extras) + 1 - len(factors)) + factors[1:]
+        for (name, sums), weight in zip(self.extras.items(), factors, strict=True):
+            mean = _weighted(*sums, weight)
             extras[name] = mean.detach()
-            loss = loss + other.factor * (mean - mean.detach())
+            loss = loss + (mean - mean.detach())
         return loss, extras
 
     def of_all_slices(self, group: Group) -> TokenLoss:
         """The loss of complete sequences; each rank of a group has a slice."""
         if group.size == 1:
             return self
-        sums = torch.stack([self.loss_sum, self.num_tokens, *self.extras.values()])
-        loss_sum, num_tokens, *extras = sum_of_slices(sums, group).unbind()
-        names = zip(self.extras, (extra.detach() for extra in extras), strict=True)
-        return TokenLoss(loss_sum, num_tokens, dict(names))
+        extras = (total for total, _ in self.extras.values())
+        sums = torch.stack([self.loss_sum, self.num_tokens, *extras])
+        loss_sum, num_tokens, *totals = sum_of_slices(sums, group).unbind()
+        pairs = [(total.detach(), num_tokens) for total in totals]
+        return TokenLoss(loss_sum, num_tokens, dict(zip(self.extras, pairs, strict=True)))
 
 
 def _weighted(total: Tensor, count: Tensor, weight: Tensor | None) -> Tensor:
@@ -178,7 +164,7 @@ class OutputLayer(nn.Module):
             terms=self.terms,
         )
         count = total.new_full((), labels_BS.numel()) if weights is None else weights.sum()
-        return TokenLoss(total, count, {} if z_loss is None else {Z_LOSS: z_loss})
+        return TokenLoss(total, count, {} if z_loss is None else {Z_LOSS: (z_loss, count)})
 
     def _logits(self, x_SBH: Tensor, weight_vH: Tensor) -> Tensor:
         local = multiply(x_SBH.transpose(0, 1), weight_vH, self.bias, self.product)

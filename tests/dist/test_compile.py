@@ -29,7 +29,7 @@ ZERO3 = Case(2, 3, 1, 1, "learned", "adamw")
 FOLDED = {"parallel": {"pipeline_schedule": "dualpipev"}}
 TWO_STAGES = Case(2, 1, 1, 4, "learned", "adamw", FOLDED, pp=2)
 STAGED_MODEL = {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.2}
-WITH_DROPOUT = Case(2, 1, 2, 1, "gqa", "adamw")
+WITH_DROPOUT = Case(2, 1, 2, 1, "latent", "adamw")
 
 
 def job(case: Case, compiled: bool, probe: Any = None, **changes: Any) -> Job:
