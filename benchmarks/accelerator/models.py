@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_ds.config import ModelConfig
@@ -43,6 +43,8 @@ class GptSize:
     vocab: int = 50257
     architecture: Mapping[str, object] = field(default_factory=dict)
     """Fields of ModelConfig beyond GPT-2's."""
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of MoEConfig."""
     flags: Mapping[str, object] = field(default_factory=dict)
     """Flags of the run beyond the common ones."""
     smallest_gib: Mapping[int, float] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class GptSize:
     @property
     def is_gpt2(self) -> bool:
         """Whether the bare loops can train it."""
-        return not self.architecture
+        return not (self.architecture or self.experts)
 
     def micro_batches_for(self, gib: float) -> tuple[int, ...]:
         """Micro-batches to try on a device of so much memory."""
@@ -81,6 +83,8 @@ class GptSize:
             "seq_length": self.sequence,
             "disable_bias_linear": not self.architecture.get("add_bias_linear", True),
             **model,
+            **{name: value for name, value in self.experts.items() if name != "num_experts"},
+            **({"num_experts": self.experts["num_experts"][0]} if self.experts else {}),
             **self.flags,
         }
 
@@ -89,10 +93,11 @@ class GptSize:
 
         The causal mask does not halve attention.
         """
+        from megatron_ds.config import MoEConfig
         from megatron_ds.model.spec.architecture import model_spec
 
-        config = self.config()
-        return model_spec(config).flops(config.seq_length) / self.sequence
+        spec = model_spec(self.config(), MoEConfig(**self.experts))
+        return spec.flops(self.sequence) / self.sequence
 
     def attention_share(self) -> float:
         """Attention scores, which the causal mask halves, as a fraction of `flops_per_token`."""
@@ -128,6 +133,24 @@ SIZES = {
         vocab=73448,
         architecture={**LLAMA, "num_query_groups": 2, "ffn_hidden_size": 4096},
         smallest_gib={8: 90},
+    ),
+    # Gemma's pattern: three layers of four see the last 1,024 tokens.
+    "windows-0.5b": GptSize(
+        *(24, 1024, 16, 8192, (4, 2, 1)),
+        vocab=73448,
+        architecture={
+            **LLAMA,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 4096,
+            "window_size": "1023,0",
+            "window_attn_skip_freq": "4",
+        },
+    ),
+    "experts-1b": GptSize(
+        *(12, 1024, 16, 2048, (16, 8, 4)),
+        vocab=50257,
+        architecture={**LLAMA, "num_query_groups": 4},
+        experts={"num_experts": (32,), "moe_router_topk": 4, "moe_ffn_hidden_size": 1024},
     ),
     # The shape of Llama 3 8B. AdamW's moments in fp32 need 64 GB more than one H200 has, so the run
     # has fp32 gradients and master weights but no moments.

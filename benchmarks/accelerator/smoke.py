@@ -41,7 +41,79 @@ LLAMA = {
     "num_query_groups": 2,
     "disable_bias_linear": True,
 }
-REFERENCES: dict[str, Mapping[str, object]] = {"cpu": {}, "cpu documents": DOCUMENTS}
+RMS_ROPE = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
+FAMILIES: dict[str, Mapping[str, object]] = {
+    "qwen 3": {**LLAMA, "qk_layernorm": True, "kv_channels": 64},
+    "llama 3.1, z-loss, fp32 residual": {
+        **LLAMA,
+        "use_rope_scaling": True,
+        "z_loss_coeff": 1e-4,
+        "fp32_residual_connection": True,
+    },
+    "gemma 2": {
+        **RMS_ROPE,
+        "activation": "geglu",
+        "apply_layernorm_1p": True,
+        "norm_position": "both",
+        "disable_bias_linear": True,
+        "num_query_groups": 2,
+        "softmax_scale": 0.2,
+        "attn_logit_softcapping": 50,
+        "final_logit_softcapping": 30,
+        "window_size": "63,0",
+        "window_attn_skip_freq": 2,
+    },
+    "gpt-oss": {
+        "normalization": "RMSNorm",
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 4,
+        "yarn_original_max_position_embeddings": 64,
+        "activation": "quick-geglu",
+        "activation_func_clamp_value": 7,
+        "glu_linear_offset": 1,
+        "num_query_groups": 2,
+        "softmax_type": "learnable",
+        "window_size": "63,0",
+        "window_attn_skip_freq": 2,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_bias": True,
+    },
+    "deepseek 3": {
+        **RMS_ROPE,
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "multi_latent_attention": True,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_head_dim": 32,
+        "qk_pos_emb_head_dim": 16,
+        "v_head_dim": 32,
+        "qk_layernorm": True,
+        "num_experts": 8,
+        "expert_interval": 2,
+        "moe_ffn_hidden_size": 128,
+        "moe_shared_expert_intermediate_size": 128,
+        "moe_router_topk": 2,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.001,
+        "mtp_num_layers": 1,
+    },
+    "gated, parallel, alibi": {
+        "position_embedding_type": "alibi",
+        "attention_output_gate": True,
+        "parallel_residual": "shared",
+    },
+}
+"""Family or parts -> flags of a run that has them."""
+REFERENCES: dict[str, Mapping[str, object]] = {
+    "cpu": {},
+    "cpu documents": DOCUMENTS,
+    **FAMILIES,
+}
 """Name -> flags of a run on the CPU."""
 CASES = {
     "bf16": Case({"bf16": True}, tolerance=LOW_TOLERANCE),
@@ -71,6 +143,17 @@ CASES = {
     "llama bf16": Case({"bf16": True, **LLAMA}, reference=None),
     "moe bf16": Case({"bf16": True, "num_experts": 4, "moe_router_topk": 2}, reference=None),
     "muon bf16": Case({"bf16": True, "optimizer": "muon"}, reference=None),
+    **{name: Case(values, name) for name, values in FAMILIES.items()},
+    **{
+        f"{name}, bf16": Case({**values, "bf16": True}, name, LOW_TOLERANCE)
+        for name, values in FAMILIES.items()
+    },
+    **{
+        f"{name}, bf16, zero {stage}": Case(
+            {**FAMILIES[name], "bf16": True, "zero_stage": stage}, name, LOW_TOLERANCE
+        )
+        for name, stage in (("deepseek 3", 2), ("gemma 2", 3))
+    },
 }
 """Name -> run, the most telling ones first. Text is generated from the checkpoint of "fp32"."""
 TINY = ("fp32", "bf16")

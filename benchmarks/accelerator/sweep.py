@@ -52,6 +52,8 @@ DS_CONFIGS: dict[str, dict[str, Any]] = {
 """Name -> keys of the DeepSpeed file."""
 
 
+WINDOW = 1024
+"""Tokens of the window of attention kernels that have one."""
 LONGEST_MATH = 2048
 """Tokens of the longest sample whose scores are computed as a whole."""
 
@@ -129,11 +131,14 @@ def _kernels(length: int, device: torch.device) -> Iterator[tuple[str, Callable[
     if device.type != "cpu":
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, length, length, device=device.type
-        )
         compiled = torch.compile(flex_attention)
-        yield "flex", lambda q, k, v: compiled(q, k, v, block_mask=mask)
+        for name, window in {"flex": length, f"flex, window {WINDOW}": WINDOW}.items():
+            mask = create_block_mask(
+                lambda b, h, i, j, window=window: (i >= j) & (i - j < window),
+                *(None, None, length, length),
+                device=device.type,
+            )
+            yield name, lambda q, k, v, mask=mask: compiled(q, k, v, block_mask=mask)
 
 
 def engine(
