@@ -138,7 +138,7 @@ def _kernels(length: int, device: torch.device) -> Iterator[tuple[str, Callable[
                 *(None, None, length, length),
                 device=device.type,
             )
-            yield name, lambda q, k, v, mask=mask: compiled(q, k, v, block_mask=mask)
+            yield name, functools.partial(compiled, block_mask=mask)
 
 
 def engine(
