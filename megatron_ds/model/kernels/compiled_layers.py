@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ds.model.gpt import GPTModel, keys_of
 from megatron_ds.model.kernels.elementwise import largest_error, loss_results
@@ -41,6 +42,28 @@ def try_layers(model: GPTModel, micro_batch: int, *, lengths_vary: bool) -> str 
     return error if isinstance(error, str) else f"their relative error is {error:.2g}"
 
 
+@contextmanager
+def _trial_weights(block: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """Give a layer random weights inside the context.
+
+    Its own are arbitrary, perhaps nan, until a checkpoint has been loaded.
+    """
+    parameters = list(block.parameters())
+    kept = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(parameters, kept, strict=True):
+                parameter.copy_(values)
+
+
 def _results(model: GPTModel, micro_batch: int, kernels: LossKernels) -> Iterator[Tensor]:
     """Output and gradient of a layer, and the results of the loss's kernels."""
     config, weight = model.config, next(model.parameters())
@@ -55,8 +78,9 @@ def _results(model: GPTModel, micro_batch: int, kernels: LossKernels) -> Iterato
     keys = keys_of(x, length, packed)
     stream = x.float() if config.fp32_residual_connection else x
     for block in model.blocks()[:1]:
-        y = block(stream, model.positions.contexts([block.rule], keys)[block.rule])
-        (gradient,) = torch.autograd.grad(y, x, stream.detach())
+        with _trial_weights(block, generator):
+            y = block(stream, model.positions.contexts([block.rule], keys)[block.rule])
+            (gradient,) = torch.autograd.grad(y, x, stream.detach())
         pair = y.detach(), gradient
         if max(config.hidden_dropout, config.attention_dropout) > 0:
             pair = pair[0].isfinite().float(), pair[1].isfinite().float()  # the masks differ

@@ -143,6 +143,18 @@ def test_layers_are_compiled_by_default_on_an_accelerator(
     assert found[0] == found[1]
 
 
+def test_layers_are_tried_without_their_weights(graphs: list[Any]) -> None:
+    """They are arbitrary, and may be nan, until a checkpoint is loaded."""
+    run = config(0.1, schedule=ScheduleConfig(micro_batch_size=2))
+    model = build_model(run.model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    assert build._compile(model, run, Mesh.single(), CPU) is None
+    assert model.has_compiled_layers
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
