@@ -133,11 +133,13 @@ def _kernels(length: int, device: torch.device) -> Iterator[tuple[str, Callable[
 
         compiled = torch.compile(flex_attention)
         for name, window in {"flex": length, f"flex, window {WINDOW}": WINDOW}.items():
-            mask = create_block_mask(
-                lambda b, h, i, j, window=window: (i >= j) & (i - j < window),
-                *(None, None, length, length),
-                device=device.type,
-            )
+
+            def is_visible(
+                b: Tensor, h: Tensor, i: Tensor, j: Tensor, size: int = window
+            ) -> Tensor:
+                return (i >= j) & (i - j < size)
+
+            mask = create_block_mask(is_visible, None, None, length, length, device=device.type)
             yield name, functools.partial(compiled, block_mask=mask)
 
 
