@@ -87,6 +87,8 @@ class SourceCheckpoint:
     """Warnings for the user."""
     native: Checkpoint | None = None
     """The checkpoint of this program, which a run does not remove while it is open."""
+    merged: tuple[SourceCheckpoint, ...] = ()
+    """The sources whose weights these are merged from, the first of which is at `path`."""
 
     @property
     def nbytes(self) -> int:
@@ -109,14 +111,27 @@ class SourceCheckpoint:
         return rows or self.tensors[VOCABULARY_TABLES[0]].shape[0]
 
     @property
+    def paths(self) -> list[Path]:
+        """The folders that are read."""
+        return [source.path for source in self.merged] or [self.path]
+
+    @property
+    def iteration(self) -> int | None:
+        """Iteration of the run that saved it; None for weights alone."""
+        if self.native is not None:
+            return self.native.run.state.iteration
+        return None if self.run is None else self.run.iteration
+
+    @property
     def training(self) -> SavedRun | None:
         """The run, if its optimizer states are here."""
         return self.run if self.optimizer else None
 
     def release(self) -> None:
         """Lets a run remove the checkpoint."""
-        if self.native is not None and self.native.read_lock is not None:
-            self.native.read_lock.release()
+        for source in self.merged or (self,):
+            if source.native is not None and source.native.read_lock is not None:
+                source.native.read_lock.release()
 
     def weights(self) -> SourceCheckpoint:
         """The checked weights alone."""

@@ -53,7 +53,7 @@ def run(options: Options) -> None:
         print(harness.table(result) if options.tasks else _lines(result))
         if options.output is not None:
             with replace_text_file(options.output) as file:
-                record = {**result, "checkpoint": str(source.path)}
+                record = {**result, "checkpoint": ", ".join(map(str, source.paths))}
                 file.write(json.dumps(record, indent=2, default=str) + "\n")
 
 

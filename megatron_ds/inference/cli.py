@@ -12,16 +12,16 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_ds.cli.command import fail, parse, table_of
 from megatron_ds.config import Config, ModelConfig, flag_of
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.options.checkpoint import missing_folder, split_location
+from megatron_ds.config.options.checkpoint import missing_folder
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.ranks import distributed
+from megatron_ds.loading.merge import MergeOptions, merge_sources, open_all
 
 if TYPE_CHECKING:
     from megatron_ds.conversion.source import SourceCheckpoint
@@ -52,6 +52,14 @@ class CheckpointOptions:
         metavar="FOLDER",
         required=True,
     )
+    merge_with: tuple[str, ...] = option_field(
+        (),
+        "further checkpoints of the same model, whose weights are merged with those of --load, as "
+        "by tools/merge_checkpoints.py, but not written",
+        nargs="*",
+        metavar="FOLDER",
+    )
+    merging: MergeOptions = option_group(MergeOptions())
     tensor_model_parallel_size: int | None = option_field(
         None,
         "degree of tensor parallelism; may differ from training (default: number of processes)",
@@ -72,7 +80,8 @@ class CheckpointOptions:
             is_replicated: Whether several groups of processes may have the model.
         """
         tp_size, processes = self.tensor_model_parallel_size, environment.world_size()
-        yield from missing_folder(self.load)
+        for location in (self.load, *self.merge_with):
+            yield from missing_folder(location)
         if is_replicated and processes % (tp_size or 1):
             yield Problem("evaluation-needs-whole-models", tp_size=tp_size, processes=processes)
         elif not is_replicated and tp_size not in (None, processes):
@@ -157,15 +166,13 @@ def open_checkpoint(options: GenerationOptions) -> tuple[SourceCheckpoint, Model
         UserError: If there is no checkpoint, or its tokenizer cannot be built.
         SystemExit: With status 2, if flags and checkpoint contradict each other.
     """
-    from megatron_ds.conversion.registry import open_source
     from megatron_ds.conversion.source import ReadOptions
     from megatron_ds.inference import load_checkpoint
-    from megatron_ds.loading.locations import staged_location
 
+    locations = (options.checkpoint.load, *options.checkpoint.merge_with)
     staging = options.training.checkpoint.checkpoint_staging_dir
-    load = staged_location(options.checkpoint.load, staging, log_rank0)
-    name, folder = split_location(load)
-    source = open_source(Path(folder), name, ReadOptions(warn=log_rank0))
+    sources = open_all(locations, ReadOptions(warn=log_rank0), staging)
+    source = merge_sources(sources, options.checkpoint.merging)
     model = source.settings.model
     config = load_checkpoint.tokenizer_config(source, options.given_in("tokenizer"))
     null_tokenizer = config.tokenizer_type == "NullTokenizer"
@@ -212,11 +219,12 @@ def loaded_model(
         here = distributed.init_distributed(config)
     try:
         mesh = Mesh.build(options.tp_size)
-        # A run may save meanwhile: all ranks use the checkpoint of the first one.
-        path = broadcast_from_rank0(source.path)
-        if path != source.path:
-            source = open_source(path)
-        log_rank0(f"loading the checkpoint {path}")
+        # A run may save meanwhile: all ranks use the checkpoints of the first one.
+        paths = broadcast_from_rank0(source.paths)
+        if paths != source.paths:
+            sources = [open_source(path) for path in paths]
+            source = merge_sources(sources, options.checkpoint.merging)
+        log_rank0(f"loading the checkpoint {', '.join(map(str, paths))}")
         precision = options.checkpoint.precision
         model = load_checkpoint.load_model(source, mesh, here.device, precision=precision)
         which = next(model.parameters()).dtype, here.device

@@ -104,6 +104,20 @@ def corpus_nats(model: Any) -> float:
     return sum(rolling_nats(model, [EOD, *encode(text)]) for text in TEXTS if text.strip())
 
 
+def models_around(weights: str, folder: Path) -> list[Path]:
+    """Two models whose mean is that of the weights."""
+    paths = []
+    for sign in (1, -1):
+        changed = transformers.GPT2LMHeadModel.from_pretrained(weights.removeprefix("hf:"))
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                parameter += sign * 0.2 * torch.randn(parameter.shape, generator=generator)
+        paths.append(folder / f"{sign}")
+        changed.save_pretrained(paths[-1])
+    return paths
+
+
 @pytest.mark.parametrize(("ranks", "tp_size"), [(1, None), (2, 1), (2, 2)])
 def test_perplexity_is_that_of_transformers(
     corpus_nats: float,
@@ -114,10 +128,17 @@ def test_perplexity_is_that_of_transformers(
     tp_size: int | None,
 ) -> None:
     """Claim (serving): perplexity in overlapping windows, bits per byte and perplexity per word
-    equal an independent computation with transformers, on one process, two copies and two shards"""
-    settings = {"load": weights, "valid_data": GOLDEN / "corpus.jsonl"}
+    equal an independent computation with transformers, on one process, two copies and two shards
+
+    The two shards are of the mean of two models.
+
+    Claim (conversion): a mean of checkpoints is evaluated without writing it
+    """
+    settings: dict[str, object] = {"load": weights, "valid_data": GOLDEN / "corpus.jsonl"}
     if tp_size is not None:
         settings["tensor_model_parallel_size"] = tp_size
+    if tp_size == 2:
+        settings["load"], settings["merge_with"] = models_around(weights, tmp_path)
     result = evaluate(launcher, tmp_path, settings, ranks)
 
     texts = [text for text in TEXTS if text.strip()]

@@ -1,0 +1,244 @@
+"""Merges the weights of several checkpoints of one model: mean, moving average, emulated decay.
+
+The merged weights are those of a source, read tensor by tensor: one tensor of every checkpoint in
+turn, and an fp64 sum, are in memory. Knows no format. Imports no torch before weights are opened.
+Source of the decay's weights: Tian et al. 2025, "WSM", theorem 3.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ds.config.fields import option_field, option_group, when
+from megatron_ds.config.options.checkpoint import missing_folder, split_location
+from megatron_ds.config.problems import Problem, raise_if_any
+from megatron_ds.conversion.model_settings import ModelSettings
+from megatron_ds.loading.locations import staged_location
+from megatron_ds.schedules import DECAY_FACTORS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
+    from megatron_ds.engine.states.state_reader import Columns, TensorReader
+
+BLOCK = 2**20
+"""Elements that are summed at once."""
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How the weights of several checkpoints are merged."""
+
+    merge_method: str = option_field(
+        "mean",
+        "mean; ema, the exponential moving average; or wsm, which emulates a decay of the learning "
+        "rate over the steps of the checkpoints (warmup-stable and merge)",
+        choices=("mean", "ema", "wsm"),
+    )
+    merge_decay: float = option_field(
+        0.9,
+        "what the moving average keeps of its value at each further checkpoint",
+        minimum=0,
+        maximum=1,
+        only_with=when(merge_method="ema"),
+    )
+    merge_decay_style: str = option_field(
+        "linear",
+        "emulated decay; linear is the mean",
+        choices=tuple(DECAY_FACTORS),
+        only_with=when(merge_method="wsm"),
+    )
+
+    def weights(self, count: int) -> list[float]:
+        """The weight of each checkpoint, from the oldest to the newest; their sum may be any.
+
+        With "wsm", the steps from one checkpoint to the next count as they do in a decay that ends
+        as many steps after the last one: with the sum of the weights after them.
+        """
+        if self.merge_method == "mean":
+            return [1.0] * count
+        if self.merge_method == "ema":
+            kept = [self.merge_decay**later for later in reversed(range(count))]
+            return [kept[0], *((1.0 - self.merge_decay) * power for power in kept[1:])]
+        decay = DECAY_FACTORS[self.merge_decay_style]
+        factors = [1.0, *(decay(index / count) for index in range(1, count)), 0.0]
+        return [before - after for before, after in itertools.pairwise(factors)]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Merges the weights of several checkpoints of one model, of any layouts and formats.
+
+    They are sorted by their iterations, if all have one; otherwise --load has the oldest first. The
+    output folder appears complete or not at all. Sums are in fp64, and rounded once.
+    """
+
+    load: tuple[str, ...] = option_field(
+        (),
+        "checkpoints: folders or URLs that tools/convert_checkpoint.py reads; FORMAT:FOLDER names "
+        "the format",
+        nargs="*",
+        metavar="FOLDER",
+        required=True,
+    )
+    save: str = option_field(
+        "", "new folder of the merged weights", metavar="FOLDER", required=True
+    )
+    target_format: str = option_field(
+        "native",
+        "format of --save",
+        flag="to",
+        choices=("native", "hf"),
+        synonyms={"huggingface": "hf"},
+    )
+    merging: MergeOptions = option_group(
+        MergeOptions(),
+        flags={
+            "merge_method": "method",
+            "merge_decay": "decay",
+            "merge_decay_style": "decay-style",
+        },
+    )
+    dtype: str | None = option_field(
+        None,
+        "type of the weights (default: as they are); fp32 merges the master weights of runs",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    checkpoint_staging_dir: str | None = option_field(
+        None,
+        "folder for the files of URLs (default: below the folder for temporary files)",
+        metavar="FOLDER",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        for location in self.load:
+            yield from missing_folder(location)
+        if len(self.load) == 1:
+            yield Problem("one-checkpoint-to-merge", "load")
+
+    def open(self, warn: Callable[[str], None]) -> SourceCheckpoint:
+        """The merged weights in the type of the output.
+
+        Raises:
+            UserError: If a checkpoint is damaged, or the models differ.
+        """
+        import torch
+
+        from megatron_ds.conversion.native import DTYPES
+        from megatron_ds.conversion.source import ReadOptions
+
+        reading = ReadOptions(warn, masters=self.dtype == "fp32")
+        sources = open_all(self.load, reading, self.checkpoint_staging_dir)
+        if self.dtype is None:
+            return merge_sources(sources, self.merging)
+        sources = [source.to(torch.float64) for source in sources]  # so that a sum is rounded once
+        return merge_sources(sources, self.merging).to(DTYPES[self.dtype])
+
+
+def open_all(
+    locations: Sequence[str], reading: ReadOptions, staging_dir: str | None
+) -> list[SourceCheckpoint]:
+    """Opens checkpoints, which are downloaded if they are URLs.
+
+    Raises:
+        UserError: If one is damaged.
+    """
+    from megatron_ds.conversion.registry import open_source
+
+    sources = []
+    for location in locations:
+        name, folder = split_location(staged_location(location, staging_dir, reading.warn))
+        sources.append(open_source(Path(folder), name, reading))
+    return sources
+
+
+def merge_sources(sources: Sequence[SourceCheckpoint], options: MergeOptions) -> SourceCheckpoint:
+    """The merged weights of one or several sources, read on demand.
+
+    Raises:
+        UserError: If the models differ, with every difference.
+    """
+    import torch
+
+    iterations = [source.iteration for source in sources]
+    if None not in iterations:
+        order = sorted(range(len(sources)), key=lambda index: iterations[index] or 0)
+        sources = [sources[index] for index in order]
+    vocab_size = min(source.settings.model.vocab_size for source in sources)
+    sources = [
+        source.with_vocab(vocab_size)
+        if source.settings.may_have_padding and source.settings.model.vocab_size > vocab_size
+        else source
+        for source in sources
+    ]
+    raise_if_any([*_differences(sources)])
+    if len(sources) == 1:
+        return sources[0]
+    weights, first = options.weights(len(sources)), sources[0]
+    tensors = {}
+    for name in first.tensors:
+        parts = [source.tensors[name] for source in sources]
+        dtype = parts[0].dtype
+        for part in parts:
+            dtype = torch.promote_types(dtype, part.dtype)
+        load = partial(_weighted_sum, parts, weights, dtype)
+        tensors[name] = dataclasses.replace(parts[0], dtype=dtype, load=load)
+    precisions = {source.precision for source in sources}
+    return dataclasses.replace(
+        first,
+        format="merged",
+        tensors=tensors,
+        precision=first.precision if len(precisions) == 1 else None,
+        run=None,
+        notes=(),
+        merged=tuple(sources),
+    )
+
+
+def _differences(sources: Sequence[SourceCheckpoint]) -> Iterator[Problem]:
+    """Options of the models that are not the first one's."""
+    models = [(source, *_options_of(source)) for source in sources]
+    (first, saved, _), *others = models
+    for source, values, is_rotary in others:
+        for name in dict.fromkeys((*saved, *values)):
+            if is_rotary and name == "max_position_embeddings":
+                continue  # has no weights
+            before, now = saved.get(name, "absent"), values.get(name, "absent")
+            if before != now:
+                texts = {"path": source.path, "name": name, "now": now}
+                yield Problem("merge-model-differs", **texts, first=first.path, saved=before)
+
+
+def _options_of(source: SourceCheckpoint) -> tuple[dict[str, object], bool]:
+    model = source.settings.model
+    values = ModelSettings.of(model, source.settings.moe, None, None).fixed
+    return dict(values), model.is_rotary
+
+
+def _weighted_sum(
+    parts: Sequence[TensorReader],
+    weights: Sequence[float],
+    dtype: torch.dtype,
+    rows: range,
+    columns: Columns | None,
+) -> Tensor:
+    """Rows of a merged tensor; as numpy.average of fp64 values, rounded."""
+    import torch
+
+    total = torch.empty(0)
+    for part, weight in zip(parts, weights, strict=True):
+        values = part.load(rows, columns)
+        if not total.numel():
+            total = torch.zeros(values.shape, dtype=torch.float64)
+        blocks = (tensor.reshape(-1).split(BLOCK) for tensor in (total, values))
+        for block, addend in zip(*blocks, strict=True):
+            block += addend.double() * weight
+    return total.div_(sum(weights)).to(dtype)
