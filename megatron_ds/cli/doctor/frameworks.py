@@ -1,7 +1,7 @@
 """Translates configuration files of other trainers into flags, with the table frameworks.toml.
 
-Files: TOML of torchtitan, YAML of Primus, gpt-neox and Megatron-LM's tests, JSON of Hugging Face's
-Trainer. What a table does not have is reported by name. Knows no torch.
+Files: TOML of torchtitan, YAML of Primus, nanotron, gpt-neox and Megatron-LM's tests, JSON of
+Hugging Face's Trainer. What a table does not have is reported by name. Knows no torch.
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def translate(path: Path, world_size: int | None) -> TrainingCommand:
     table = tables()[framework]
     known = table["defaults"] | values
     folder = known.pop(table.get("model", ""), None)
+    if world_size is None and "world" in table:
+        world_size = math.prod(int(known.get(key) or 1) for key in table["world"])
     result = TrainingCommand(str(path), world_size=world_size, source=table["source"])
     result.model = folder and Path(folder)
     result.differences = [
@@ -117,6 +119,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     if isinstance(values.get("modules"), dict):
         return "primus", _primus(values["modules"], path)
     framework = {".toml": "torchtitan", ".json": "hf"}.get(path.suffix, "neox")
+    if isinstance(values.get("model"), dict) and "model_config" in values["model"]:
+        framework = "nanotron"
     if isinstance(values.get("MODEL_ARGS"), dict):
         framework, values = "megatron", values["MODEL_ARGS"]
     known = {key.removeprefix("--").replace("-", "_"): get(values, key) for key in leaves(values)}
@@ -129,11 +133,11 @@ def _translate_key(
     value, flags = known[key], training_flags()
     name = dashed(key).rpartition(".")[2]
     same = name if flags.find(name) else flags.same.get(name)
-    off = [word for word in (f"no-{name}", f"disable-{name}") if word in flags.by_name]
-    if off and same is None and isinstance(value, bool):  # Megatron-LM's name of what it turns off
-        result.flags += [f"--{off[0]}"] * (not value)
-        return
+    off = [f"--{word}" for word in (f"no-{name}", f"disable-{name}") if word in flags.by_name]
     target, advice = table.get("flags", {}).get(key, same), flags.advice.get(name)
+    if target is None and off and isinstance(value, bool):  # Megatron-LM's name of what is on
+        result.flags += off[:1] * (not value)
+        return
     if isinstance(target, dict):
         advice = table.get("advice", {}).get(key, f"supported: {', '.join(target)}")
         target = target.get(str(value), target.get("*"))
