@@ -20,6 +20,9 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import shard_spec, take_shard
 from tests.dist.engine_harness import full_tensor
 from tests.distributed import run_ranks
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 VOCAB = 90  # of 96 padded rows at sizes 1 and 2
 
@@ -46,17 +49,7 @@ def combinations() -> list[dict[str, Any]]:
     return chosen
 
 
-SHAPE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 24,
-    "kv_channels": 8,
-    "ffn_hidden_size": 40,
-    "seq_length": 12,
-    "vocab_size": VOCAB,
-    "make_vocab_size_divisible_by": 48,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
+SHAPE: dict[str, Any] = TABLES["shape"]
 
 
 def build(options: dict[str, Any], mesh: Mesh) -> GPTModel:

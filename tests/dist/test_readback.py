@@ -41,7 +41,10 @@ from tests.dist.reference import Samples
 from tests.dist.synchronization import reads_of_steps
 from tests.distributed import run_ranks
 from tests.problems import codes
+from tests.tables import tables
 from tests.unit.engine.test_adam_kernels import FusedAdam
+
+TABLES = tables(__file__)
 
 BASE, APEX, QUANTIZED = "zero1 bf16", "zero1 apex", "zero3 quantized weights"
 DEEPSPEED_UNITS = {
@@ -152,18 +155,7 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
 }
 """Setting -> the layout on which it is falsified, and how."""
 
-OVERRIDDEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "clip_grad": (BASE, {"gradient_clipping": 7.0}),
-    "accumulation_dtype": ("zero2 bf16", {"data_types": {"grad_accum_dtype": "bf16"}}),
-    "optimizer_offload": (
-        "zero2 bf16",
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-    ),
-    "zero_stage": ("zero1", {"zero_optimization": {"stage": 2}}),
-    "accumulation_steps": (BASE, {"train_batch_size": 32, "gradient_accumulation_steps": 4}),
-    "loss_scale": ("zero2 fp16", {"fp16": {"hysteresis": 4}}),
-    "passed_keys": ("zero3", {"zero_optimization": {"zero_quantized_weights": True}}),
-}
+OVERRIDDEN: dict[str, tuple[str, dict[str, Any]]] = TABLES["overridden"]
 """Setting -> a layout, and keys that DeepSpeed is given with other values than the flags."""
 
 

@@ -42,6 +42,9 @@ from tests.dist.parity_cases import Case, config_of
 from tests.dist.rank_jobs import Job, JobResults, has_proofs, run_jobs
 from tests.dist.reference import Tensors
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 STEPS = 2
 """Steps before the checkpoint."""
@@ -333,30 +336,7 @@ def resume_layout(name: str, folder: Path, without: str | None, meshes: Meshes) 
 
 
 STAGES = (1, 2, 3)
-UNORDERED: dict[str, Any] = {
-    "contiguous_gradients": False,
-    "reduce_scatter": False,
-    "reduce_bucket_size": 500,
-    "use_multi_rank_bucket_allreduce": False,
-    "allgather_partitions": False,
-    "allgather_bucket_size": 500,
-    "overlap_comm": True,
-    "load_from_fp32_weights": False,
-    "stage3_prefetch_bucket_size": 0,
-    "stage3_param_persistence_threshold": 100,
-    "stage3_model_persistence_threshold": 1000,
-    "stage3_max_live_parameters": 1000,
-    "stage3_max_reuse_distance": 1000,
-    "stage3_gather_16bit_weights_on_model_save": True,
-    "stage3_use_all_reduce_for_fetch_params": True,
-    "stage3_allgather_sequential": True,
-    "ignore_unused_parameters": False,
-    "zero_hpz_partition_size": 2,
-    "memory_efficient_linear": False,
-    "override_module_apply": False,
-    "log_trace_cache_warnings": True,
-    "enable_sanity_checks": True,
-}
+UNORDERED: dict[str, Any] = TABLES["unordered"]
 """Keys of zero_optimization that leave the flat tensors as they are, at other values than usual."""
 ORDERED = {"round_robin_gradients": True, "parameter_alignment": True, "sub_group_size": 1000}
 """Keys that change them."""

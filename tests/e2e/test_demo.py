@@ -14,21 +14,13 @@ import pytest
 
 from tests.e2e.runs import Launcher, records
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
 from tools import demo, make_corpus
 
+TABLES = tables(__file__)
+
 ITERATIONS = 20
-SMALL = {
-    "--num-layers": "2",
-    "--hidden-size": "32",
-    "--num-attention-heads": "2",
-    "--seq-length": "128",
-    "--train-iters": str(ITERATIONS),
-    "--save-interval": str(ITERATIONS // 2),
-    "--lr-warmup-iters": "2",
-    "--eval-interval": "10",
-    "--eval-iters": "1",
-    "--log-interval": "5",
-}
+SMALL = TABLES["small"]
 
 
 def smaller(flags: tuple[str, ...]) -> tuple[str, ...]:

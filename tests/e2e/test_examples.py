@@ -17,84 +17,15 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from tests.e2e.runs import PROGRAMS, REPOSITORY, Launcher, Run, free_port, losses
 from tests.pages.recipes import TINY, recipes
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
 from tools import make_corpus, preprocess_data, train_tokenizer
 
 EXAMPLES = REPOSITORY / "examples"
 
-SIZES = """
---num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
---max-position-embeddings 1024
-"""
-SCHEDULE = """
---lr 0.00015 --train-iters 5000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5
---weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0
-"""
-DATA = """
---data-path data/my-gpt2_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
---data-impl mmap --split 700,200,100 --log-interval 100 --save-interval 10000 --eval-interval 1000
---eval-iters 10
-"""
+TABLES = tables(__file__)
 COMMANDS = {
-    "pretrain_gpt_345m.sh": [
-        f"""torchrun pretrain_gpt.py {SIZES} --micro-batch-size 1 --global-batch-size 2 {SCHEDULE}
-        --fp16 {DATA} --save checkpoints/gpt2_345m --load checkpoints/gpt2_345m"""
-    ],
-    "pretrain_gpt_distributed.sh": [
-        """python tools/preprocess_data.py --input my-corpus.jsonl --output-prefix data/my-gpt2
-        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
-        --tokenizer-type GPT2BPETokenizer --append-eod --workers 20 --chunk-size 25""",
-        f"""torchrun --nproc_per_node 4 --nnodes 1 --master_addr localhost --master_port 6000
-        pretrain_gpt.py {SIZES} --micro-batch-size 4 --global-batch-size 16 {SCHEDULE} --fp16 {DATA}
-        --save checkpoints/gpt2_345m --load checkpoints/gpt2_345m --attention-softmax-in-fp32
-        --init-method-std 0.006 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
-        --tensorboard-dir checkpoints/gpt2_345m/tensorboard""",
-    ],
-    "pretrain_gpt_launch.sh": [
-        """python -m torch.distributed.launch --nproc_per_node 8 --nnodes 1 --node_rank 0
-        --master_addr localhost --master_port 6000 pretrain_gpt.py --num-layers 24
-        --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 8 --global-batch-size 64
-        --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000
-        --lr-decay-iters 320000 --save checkpoints/gpt2_345m --load checkpoints/gpt2_345m
-        --data-path data/my-gpt2_text_document --vocab-file gpt2-vocab.json
-        --merge-file gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl
-        --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0
-        --lr-warmup-fraction .01 --checkpoint-activations --log-interval 100 --save-interval 10000
-        --eval-interval 1000 --eval-iters 10 --fp16"""
-    ],
-    "pretrain_gpt_zero3_tp4.sh": [
-        f"""deepspeed --num_gpus 4 pretrain_gpt.py --tensor-model-parallel-size 4 {SIZES}
-        --micro-batch-size 1 --global-batch-size 2 {SCHEDULE} {DATA}
-        --save checkpoints/gpt2_345m_zero3 --load checkpoints/gpt2_345m_zero3 --fp16
-        --deepspeed_config examples/deepspeed_config.json"""
-    ],
-    "pretrain_gpt_rampup.sh": [
-        """python tools/preprocess_data.py --input my-corpus.jsonl --output-prefix data/my-gpt2
-        --vocab gpt2-vocab.json --merge-file gpt2-merges.txt --dataset-impl mmap
-        --tokenizer-type GPT2BPETokenizer --append-eod --workers 20""",
-        f"""python -u -m torch.distributed.run --nproc_per_node 2 --nnodes 1
-        --rdzv_endpoint localhost:6777 --rdzv_backend c10d --max_restarts 0 --tee 3 pretrain_gpt.py
-        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --distributed-backend nccl
-        {SIZES} --micro-batch-size 1 --rampup-batch-size 2 2 1_000 --global-batch-size 16
-        --train-samples 10_000 --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8
-        --lr 1e-4 --lr-warmup-samples 5 --min-lr 1e-6 --lr-decay-style cosine --lr-decay-samples 12
-        --clip-grad 1.0 --weight-decay 1e-1 --embed-layernorm --fp16 --partition-activations
-        --seed 42 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --log-interval 10
-        --save-interval 100 --eval-interval 100 --eval-iters 10 --checkpoint-activations
-        --exit-interval 100 --save checkpoints/gpt2_rampup --load checkpoints/gpt2_rampup
-        --data-path data/my-gpt2_text_document --tensorboard-dir checkpoints/gpt2_rampup/tensorboard
-        --tensorboard-queue-size 5 --log-timers-to-tensorboard --log-batch-size-to-tensorboard
-        --log-validation-ppl-to-tensorboard --kill-switch-path checkpoints/gpt2_rampup/stop
-        --deepspeed --deepspeed_config examples/ds_config_rampup.json --zero-stage 1
-        --deepspeed-activation-checkpointing""",
-    ],
-    "serve.sh": [
-        f"""python tools/run_text_generation_server.py
-        --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 {SIZES}
-        --load checkpoints/gpt2_345m --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json
-        --merge-file gpt2-merges.txt --fp16 --micro-batch-size 1 --out-seq-length 1024
-        --temperature 1.0 --top_p 0.9 --seed 42 --port PORT""",
-        "python tools/text_generation_cli.py 127.0.0.1:PORT",
-    ],
+    name: [command.format(**TABLES["parts"]) for command in commands]
+    for name, commands in TABLES["commands"].items()
 }
 """The exact commands of the scripts: what users of the other repositories type."""
 

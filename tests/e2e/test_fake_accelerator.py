@@ -37,43 +37,23 @@ from tests.e2e.runs import (
     steps,
 )
 from tests.fake_accelerator import device
+from tests.tables import tables
 from tests.unit.inference.models import EOD, model_of, result_of
+
+TABLES = tables(__file__)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 PROGRAM = REPOSITORY / "tests" / "fake_accelerator" / "run.py"
 EVALUATE = REPOSITORY / "tools" / "evaluate.py"
 GENERATE = REPOSITORY / "tools" / "generate_samples_gpt.py"
-SCHEDULE: Settings = {
-    "train_iters": 6,
-    "global_batch_size": 4,
-    "log_interval": 3,
-    "eval_interval": 3,
-    "eval_iters": 1,
-    "save_interval": 3,
-}
+SCHEDULE: Settings = TABLES["schedule"]
 INSIDE = ("step 2", "step 5")
 """Steps after which nothing is logged, evaluated or saved, nor after the step before."""
 EXPERTS = {"num_experts": 4, "moe_expert_capacity_factor": 1.0, "optimizer": "sgd"}
 """Adam's first steps are g / (|g| + 1e-8): they enlarge the rounding of the smallest gradients, and
 experts have some below 1e-8."""
-LAYOUTS: dict[str, tuple[int, Settings]] = {
-    "zero0": (1, {"zero_stage": 0}),
-    "zero1-bf16": (1, {"zero_stage": 1, "bf16": True}),
-    "zero1-tp2-experts": (
-        2,
-        {
-            **EXPERTS,
-            "zero_stage": 1,
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-        },
-    ),
-    "zero1-ep2-experts": (2, {**EXPERTS, "zero_stage": 1, "expert_model_parallel_size": 2}),
-    "zero1-pp2": (2, {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
-    "zero2-offload": (1, {"zero_stage": 2, "cpu_optimizer": True}),
-    "zero3-dp2": (2, {"zero_stage": 3}),
-}
+LAYOUTS: dict[str, tuple[int, Settings]] = TABLES["layouts"]
 STAGE3 = {"zero_stage": 3}
 COPY = {"event.synchronize megatron_ds/engine/device_batches.py start"}
 """Waits until a pinned buffer has been copied, which was two micro-batches ago."""

@@ -22,6 +22,9 @@ from megatron_ds.evaluation.options import Options
 from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps, to_flags
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -32,28 +35,7 @@ QUESTIONS = [
     {"question": "line one and ", "choices": ["paragraphs", "line two"], "answer": 1},
     {"question": "the lazy dog sleeps on and on and on", "choices": [" and", "."], "answer": 0},
 ]
-TASKS: dict[str, dict[str, Any]] = {
-    "choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}],
-    },
-    "rolling": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{question}}{{choices[0]}}",
-        "metric_list": [{"metric": "bits_per_byte"}],
-    },
-    "generation": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{choices[0]}}",
-        "generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 6},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-}
+TASKS: dict[str, dict[str, Any]] = TABLES["tasks"]
 NAMES = [f"local_{name}" for name in TASKS]
 
 

@@ -11,8 +11,11 @@ import pytest
 
 from tests.e2e.runs import Launcher
 from tests.import_graph import REPOSITORY, module_of, sources
+from tests.tables import tables
 from tests.unit.conversion.hf_models import random_model
 from tools import convert_checkpoint, make_corpus
+
+TABLES = tables(__file__)
 
 IMPORT_ALL = """
 import importlib, sys
@@ -68,26 +71,7 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "status", "shown"),
-    [
-        ("pretrain_gpt --help-all", 0, "--num-layers"),
-        ("pretrain_gpt --version", 0, "deepspeed"),
-        ("pretrain_gpt --num-layers two --fp17", 2, ""),
-        ("tools/generate_samples_gpt --help", 0, "--temperature"),
-        ("tools/generate_samples_gpt --top-k -1", 2, ""),
-        ("tools/run_text_generation_server --help", 0, "127.0.0.1"),
-        ("tools/report --help", 0, "--peak-tflops"),
-        ("tools/watch tests --once", 0, "no step yet"),
-        (
-            "tools/plan --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-            "--vocab-size 256",
-            0,
-            "layouts that fit",
-        ),
-        ("tools/slurm submit tests --ranks-per-node 2", 2, ""),
-    ],
-)
+@pytest.mark.parametrize(("command", "status", "shown"), TABLES["commands"])
 def test_help_and_problems_load_no_torch(command: str, status: int, shown: str) -> None:
     argv = [sys.executable, "-c", RUN, *command.split()]
     done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=True)

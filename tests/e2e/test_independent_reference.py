@@ -23,6 +23,9 @@ from tests.independent.model import Weights, initial_weights, write_weights
 from tests.independent.token_order import Tokens, read_documents, samples_in_order, write_documents
 from tests.independent.training import Step, train
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 LOSS_ERROR, NORM_ERROR = 3e-6, 1e-5
 """Absolute and relative; the largest differences seen are 1.7e-6 (four units of the last place) and
@@ -47,28 +50,7 @@ COMMON = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
-ROUTING_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
-MODELS: dict[str, dict[str, Any]] = {
-    "tied": {"num_layers": 3, "global_batch_size": 12, "lr_decay_style": "cosine"},
-    "packed": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
-    | {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu"}
-    | {"untie_embeddings_and_output_weights": True, "disable_bias_linear": True}
-    | {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    | {"calculate_per_token_loss": True, "lr_decay_style": "linear", "min_lr": 1e-3}
-    | {"split": "75,25,0", "eval_interval": 3, "eval_iters": 1},
-    "experts": {"num_layers": 4, "global_batch_size": 12, "lr_decay_style": "constant"}
-    | {"num_experts": 6, "expert_interval": 2, "moe_expert_capacity_factor": 1.0}
-    | ROUTING_LOSSES,
-    "first tokens": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-    | {"num_experts": 4, "moe_router_topk": 1, "activation": "swiglu"}
-    | {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
-    | ROUTING_LOSSES,
-    "ramp-up": {"num_layers": 2, "global_batch_size": 12, "rampup_batch_size": (4, 4, 24)}
-    | {"train_iters": None, "train_samples": 56, "lr_warmup_samples": 10}
-    | {"lr_decay_style": "inverse-square-root", "min_lr": 1e-4}
-    | {"reset_position_ids": True, "eod_mask_loss": True}
-    | {"split": "75,25,0", "eval_interval": 3, "eval_iters": 1, "num_attention_heads": 4},
-}
+MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 
 
 def parallel(tp: int = 1, pp: int = 1, ulysses: int = 1, ep: int = 1, **others: Any) -> Settings:

@@ -21,6 +21,7 @@ from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from tests.interop.on_cpu import OnCpu, patch_devices
+from tests.tables import tables
 from tests.unit.conversion.models import (
     OTHER_LLAMA,
     model,
@@ -29,22 +30,13 @@ from tests.unit.conversion.models import (
     random_training,
 )
 
+TABLES = tables(__file__)
+
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
 ROWS = 128
 """Of the vocabulary with padding."""
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "llama": OTHER_LLAMA,
-    "grouped, with biases": {"num_query_groups": 2, "gelu_approximation": "none"},
-    "limited gate, normalized queries": {
-        **OTHER_LLAMA,
-        "activation": "quick-geglu",
-        "activation_func_clamp_value": 0.5,
-        "glu_linear_offset": 1.0,
-        "qk_l2_norm": True,
-    },
-}
+MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 
 
 @pytest.fixture(scope="module")

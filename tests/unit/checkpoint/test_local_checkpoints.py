@@ -20,7 +20,10 @@ from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
 from tests.problems import printed_codes
+from tests.tables import tables
 from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
+
+TABLES = tables(__file__)
 
 Start = Callable[..., CheckpointManager]
 
@@ -70,15 +73,7 @@ def test_a_checkpoint_without_a_file_leaves_the_one_before_it(
     assert (state, engine.content) == (state_at(2), "of iteration 2")
 
 
-@pytest.mark.parametrize(
-    ("first", "options"),
-    [
-        ("{}/run", {"load": "{}/run/"}),
-        ("{}/run", {"save": "./run", "load": "run"}),
-        ("run", {"save": "{}/run"}),
-        ("{}/link", {"load": "{}/below/../run"}),
-    ],
-)
+@pytest.mark.parametrize(("first", "options"), TABLES["spellings"])
 def test_a_folder_spelled_differently_is_the_same_run(
     first: str,
     options: dict[str, str],

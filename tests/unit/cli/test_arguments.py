@@ -31,15 +31,7 @@ def problems_of(line: str, world_size: int = 1) -> list[Problem]:
     return build_config(line.split(), world_size=world_size, warn=lambda _: None)[1]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--hidden-size 8 --tensor-model-parallel-size two --global-batch-size 8",
-        "--hidden-size 8 --weight-decay-incr-style lineer --start-weight-decay 0",
-        "--kv-channels x --hidden-size 66",
-        "--hidden-size 8 --tokenizer-model x --tokenizer-type GPT2BPE",
-    ],
-)
+@pytest.mark.parametrize("line", TABLES["unreadable_values"])
 def test_problems_that_mention_an_unreadable_value_are_not_reported(line: str) -> None:
     problems = problems_of(f"{BASE} {line}", world_size=8)
     assert len(problems) == 1, problems

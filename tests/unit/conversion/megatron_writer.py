@@ -26,33 +26,14 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.source import SourceCheckpoint
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 PADDED_ROWS = 64
 ITERATION, STEPS, SAMPLES = 7, 6, 28
-SHARED = {
-    "embedding.word": "word_embeddings.",
-    "embedding.position": "position_embeddings.",
-    "embedding.norm": "word_embeddings.norm.",
-    "attention_norm": "input_layernorm.",
-    "final_norm": "final_layernorm.",
-    "head": "output_layer.",
-}
-LEGACY = {
-    **SHARED,
-    "attention.qkv": "self_attention.query_key_value.",
-    "attention.proj": "self_attention.dense.",
-    "mlp_norm": "post_attention_layernorm.",
-    "mlp.fc_in": "mlp.dense_h_to_4h.",
-    "mlp.fc_out": "mlp.dense_4h_to_h.",
-}
-CORE = {
-    **SHARED,
-    "attention.qkv": "self_attention.linear_qkv.",
-    "attention.proj": "self_attention.linear_proj.",
-    "mlp_norm": "pre_mlp_layernorm.",
-    "mlp.fc_in": "mlp.linear_fc1.",
-    "mlp.fc_out": "mlp.linear_fc2.",
-}
+LEGACY = TABLES["legacy"]
+CORE = TABLES["core"]
 NAMES = {
     "old": {module: name.replace("self_", "") for module, name in LEGACY.items()},
     "legacy": LEGACY,

@@ -28,6 +28,7 @@ from megatron_ds.conversion.registry import recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from tests.problems import raises_problem
+from tests.tables import tables
 from tests.unit.checkpoint.native_writer import random_states
 from tests.unit.checkpoint.native_writer import write_checkpoint as write_native
 from tests.unit.conversion.megatron_writer import core_entries
@@ -39,17 +40,9 @@ from tests.unit.conversion.models import (
     random_training,
 )
 
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {},
-    "llama": OTHER_LLAMA,
-    "groups, biases and a tied table": {
-        "num_query_groups": 2,
-        "position_embedding_type": "rope",
-        "rotary_interleaved": True,
-        "use_rope_scaling": True,
-        "no_rope_freq": "4",
-    },
-}
+TABLES = tables(__file__)
+
+MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 
 
 def trained(config: ModelConfig, dtype: torch.dtype) -> SourceCheckpoint:

@@ -13,7 +13,10 @@ import pytest
 from megatron_ds import cli
 from megatron_ds.inference.serving.api_schema import Defaults
 from tests.problems import printed_codes, raises_problem
+from tests.tables import tables
 from tools import run_text_generation_server as tool
+
+TABLES = tables(__file__)
 
 
 def parse(*arguments: object) -> tool.Options:
@@ -45,15 +48,7 @@ def test_megatron_command_line_is_accepted(tmp_path: Path) -> None:
     assert options.given_in("model")["hidden_size"] == 1024
 
 
-@pytest.mark.parametrize(
-    ("flag", "advice"),
-    [
-        ("max-model-len", "--inference-max-seq-length"),
-        ("gpu-memory-utilization", "--inference-max-requests"),
-        ("dtype", "type is that of the training run"),
-        ("tensor-parallel-size", "--tensor-model-parallel-size?"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "advice"), TABLES["advice"])
 def test_flags_of_other_servers_have_advice(
     flag: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,19 +26,12 @@ from megatron_ds.training.exit_conditions import StopDecision
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
 from megatron_ds.training.trainer import Trainer
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 FIRST_STEP, STEP, EVALUATION, SAVE = 60.0, 2.0, 1000.0, 500.0
-SETTINGS = {
-    "seq_length": 8,
-    "micro_batch_size": 2,
-    "global_batch_size": 4,
-    "train_iters": 6,
-    "lr": 1.0,
-    "num_workers": 0,
-    "save": "nowhere",
-    "save_interval": 3,
-    "log_interval": 2,
-}
+SETTINGS = TABLES["settings"]
 
 
 class World:
