@@ -110,6 +110,7 @@ class DataOrder:
     """Samples per step after the ramp-up."""
     rampup_batch_size: list[int] | None
     step_batch_size_schedule: list[str] | None
+    dataloader_type: str = "single"
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> DataOrder:
@@ -123,6 +124,7 @@ class DataOrder:
             global_batch_size=config.final_global_batch_size(dp_size),
             rampup_batch_size=None if rampup is None else list(rampup),
             step_batch_size_schedule=[f"{tokens}:{size}" for tokens, size in steps] or None,
+            dataloader_type=config.data.dataloader_type,
         )
 
 

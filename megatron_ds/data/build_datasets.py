@@ -45,7 +45,7 @@ from megatron_ds.data.lazy_indexes import (
     OpenedFile,
 )
 from megatron_ds.data.remote.token_cache import is_url
-from megatron_ds.data.sample_index import samples_per_source, total_samples
+from megatron_ds.data.sample_index import samples_of_epochs, samples_per_source
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
 
@@ -146,6 +146,27 @@ def build_datasets(
     )
 
 
+def exact_train_samples(files: DataFiles, seq_length: int, epochs: int) -> int:
+    """The most training samples that need no more than `epochs` epochs of any file.
+
+    Raises:
+        UserError: If a flag is invalid, a file is damaged, or there is no training data.
+    """
+    raise_if_any(files.problems)
+    group = next((group for group in files.groups if group.split == "train"), None)
+    if group is None or not group.sources:
+        raise user_error("no-training-data")
+    builder = _DatasetBuilder(files, seq_length, 0, "", 0, None)
+    files.checked_vocab_size = 0  # without a tokenizer, token ids are checked later
+    opened = [builder.file(group, source, 1) for source in group.sources]
+    most = [builder.samples_of_epochs(file, epochs) for file in opened]
+    if opened[0].source.given_weight is None:
+        return max(1, sum(most))
+    shares = zip(most, builder.weights(opened), strict=True)
+    # Weights are rounded.
+    return max(1, int(min(count / weight for count, weight in shares) * (1 - 1e-12)))
+
+
 @dataclass(frozen=True)
 class _DatasetBuilder:
     files: DataFiles
@@ -172,8 +193,10 @@ class _DatasetBuilder:
     ) -> tuple[TokenDataset, BlendProgress]:
         """Builds a blend of `samples` samples after `consumed` that a previous run read."""
         rule = self.files.config.blend_order if len(group.sources) > 1 else FAIR
-        files = [self._file(group, source, samples) for source in group.sources]
-        weights = self._weights(files)
+        files = [self.file(group, source, samples) for source in group.sources]
+        exact = self.files.config.train_data_exact_num_epochs
+        epochs = exact if group.split == "train" else None
+        weights = self.weights(files, epochs)
         identities = with_copy_numbers(
             SourceId(Path(file.source.prefix).name, file.lengths_hash, file.document_range)
             for file in files
@@ -191,12 +214,16 @@ class _DatasetBuilder:
             cache = self._cache(group.sources[0].prefix)
             order = blend_order(phase.weights, length, cache, rule)
         needed = self._needed(files, phase.weights, order, length)
+        if epochs:
+            ends = np.add(phase.source_starts, order.counts_at(length)).tolist()
+            needed = self._without_margin(files, needed, ends, epochs)
         requests = [
             extend_requests(
                 history.sources[index].requests,
                 start + count - len(rest or ()),
                 file.tokens,
                 self.seq_length,
+                is_cyclic=self.files.config.is_cyclic,
             )
             for index, start, count, file, (rest, _) in zip(
                 phase.sources, phase.source_starts, needed, files, remaining, strict=True
@@ -243,9 +270,14 @@ class _DatasetBuilder:
             for prefix in group.zero_weight_files
         )
 
-    def _weights(self, files: Sequence[OpenedFile]) -> list[float]:
-        """The weights of a blend, by default in proportion to the files' sizes."""
+    def weights(self, files: Sequence[OpenedFile], epochs: int | None = None) -> list[float]:
+        """The weights of a blend, by default in proportion to the files' sizes.
+
+        With a number of epochs, by default to the samples in these.
+        """
         file_weights = [file.source.given_weight for file in files]
+        if epochs and None in file_weights:  # every file ends with the run
+            return normalized([self.samples_of_epochs(file, epochs) for file in files])
         if self.files.config.blend_order == FAIR:
             total = sum(file.tokens for file in files)
             return [
@@ -276,10 +308,23 @@ class _DatasetBuilder:
         # The greedy order may take more than these of rare files, which Megatron then lacks.
         return [max(pair) for pair in zip(needed, order.counts_at(length).tolist(), strict=True)]
 
-    def _samples_of_epoch(self, file: OpenedFile) -> int:
-        return total_samples(1, file.tokens, self.seq_length)
+    def _without_margin(
+        self, files: Sequence[OpenedFile], needed: list[int], ends: list[int], epochs: int
+    ) -> list[int]:
+        """The requests without a further epoch, whose documents would be mixed with these."""
+        limits = (self.samples_of_epochs(file, epochs) for file in files)
+        rows = zip(ends, needed, limits, strict=True)
+        return [max(end, min(wanted, limit)) for end, wanted, limit in rows]
 
-    def _file(self, group: DatasetGroup, source: BlendSource, samples: int) -> OpenedFile:
+    def _samples_of_epoch(self, file: OpenedFile) -> int:
+        return self.samples_of_epochs(file, 1)
+
+    def samples_of_epochs(self, file: OpenedFile, epochs: int) -> int:
+        """Samples of a file in so many epochs."""
+        is_cyclic = self.files.config.is_cyclic
+        return samples_of_epochs(epochs, file.tokens, self.seq_length, is_cyclic=is_cyclic)
+
+    def file(self, group: DatasetGroup, source: BlendSource, samples: int) -> OpenedFile:
         """Opens and checks a file of a group that needs `samples` samples."""
         if source.prefix not in self.opened:
             data = self.files.open(source.prefix)
@@ -304,7 +349,8 @@ class _DatasetBuilder:
             # Each index has another seed: it must not repeat the order of the previous one.
             seed = (self.seed + index) % (1 << 32)
             yield LazySampleIndexes(
-                file, split, samples, seq_length, seed, self.tokenizer_fingerprint, cache
+                *(file, split, samples, seq_length, seed, self.tokenizer_fingerprint, cache),
+                is_cyclic=self.files.config.is_cyclic,
             )
 
     def _remaining(

@@ -63,6 +63,7 @@ class LazySampleIndexes:
         seed: Seed of the shuffles.
         tokenizer: Fingerprint of the tokenizer.
         cache: Where they are stored.
+        is_cyclic: Every epoch has the same samples, in an order of its own.
     """
 
     file: OpenedFile
@@ -72,13 +73,15 @@ class LazySampleIndexes:
     seed: int
     tokenizer: str
     cache: ArrayCache
+    is_cyclic: bool = False
 
     def __post_init__(self) -> None:
         if self.__len__() > sys.maxsize:
             raise self._too_large("an array has at most 2^63 - 1 elements")
 
     def __len__(self) -> int:
-        return total_samples(self.samples, self.file.tokens, self.seq_length)
+        size = self.samples, self.file.tokens, self.seq_length
+        return total_samples(*size, is_cyclic=self.is_cyclic)
 
     def dataset(self, vocab_size: int) -> GPTDataset:
         """The samples, whose token ids are checked to be below `vocab_size`."""
@@ -101,7 +104,9 @@ class LazySampleIndexes:
 
     def entry(self) -> tuple[str, dict[str, Any]]:
         """Readable name and key in the cache: everything that determines the indexes."""
+        order = {"order": "cyclic"} if self.is_cyclic else {}
         return f"{Path(self.file.data.prefix).name}-{self.split}", {
+            **order,
             "format": INDEX_FORMAT,
             "sequences": len(self.file.data),
             "lengths_sha256": self.file.lengths_hash,
@@ -116,7 +121,8 @@ class LazySampleIndexes:
     def _build(self) -> Arrays:
         documents, lengths = np.arange(*self.file.document_range), self.file.data.lengths
         try:
-            return vars(build_indexes(lengths, documents, self.samples, self.seq_length, self.seed))
+            size = self.samples, self.seq_length, self.seed
+            return vars(build_indexes(lengths, documents, *size, is_cyclic=self.is_cyclic))
         except (MemoryError, OverflowError, ValueError) as error:
             raise self._too_large(str(error)) from error
 

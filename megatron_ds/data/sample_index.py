@@ -35,6 +35,7 @@ class SampleIndexes:
         documents: [D], document numbers of all epochs, shuffled.
         samples: [S + 1, 2], position in `documents` and token offset at which sample i begins. A
             sample ends one token after the beginning of the next one: neighbours share a token.
+            Cyclic epochs repeat the samples of the first.
         shuffle: [S], sample number of each position in the data order.
     """
 
@@ -55,10 +56,24 @@ def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> i
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
-def total_samples(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
-    """Number of samples in the complete epochs that give at least `num_samples`."""
-    epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
+def samples_of_epochs(
+    epochs: int, tokens_per_epoch: int, seq_length: int, *, is_cyclic: bool = False
+) -> int:
+    """Number of samples in `epochs` epochs. Cyclic: an epoch has the same samples as the first."""
+    if is_cyclic and tokens_per_epoch > seq_length:
+        return epochs * ((tokens_per_epoch - 1) // seq_length)
     return (epochs * tokens_per_epoch - 1) // seq_length
+
+
+def total_samples(
+    num_samples: int, tokens_per_epoch: int, seq_length: int, *, is_cyclic: bool = False
+) -> int:
+    """Number of samples in the complete epochs that give at least `num_samples`."""
+    if is_cyclic and tokens_per_epoch > seq_length:
+        per_epoch = (tokens_per_epoch - 1) // seq_length
+        return per_epoch * max(1, -(-num_samples // per_epoch))
+    epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
+    return samples_of_epochs(epochs, tokens_per_epoch, seq_length)
 
 
 def index_bytes(num_samples: int, documents: int, tokens_per_epoch: int, seq_length: int) -> int:
@@ -69,7 +84,13 @@ def index_bytes(num_samples: int, documents: int, tokens_per_epoch: int, seq_len
 
 
 def build_indexes(
-    lengths: IntArray, documents: IntArray, num_samples: int, seq_length: int, seed: int
+    lengths: IntArray,
+    documents: IntArray,
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+    *,
+    is_cyclic: bool = False,
 ) -> SampleIndexes:
     """Builds the three indexes of a dataset.
 
@@ -79,6 +100,7 @@ def build_indexes(
         num_samples: Samples that will be requested. The dataset has all samples of its epochs.
         seq_length: Tokens per sample, without the last label.
         seed: Seed of both shuffles.
+        is_cyclic: Every epoch has the same samples, in an order of its own.
 
     Raises:
         ValueError: If the documents have no tokens.
@@ -86,6 +108,10 @@ def build_indexes(
     tokens_per_epoch = int(np.sum(lengths[documents], dtype=np.int64))
     if tokens_per_epoch == 0:
         raise ValueError(f"the {len(documents)} documents have no tokens")
+    if is_cyclic and tokens_per_epoch > seq_length:
+        per_epoch = (tokens_per_epoch - 1) // seq_length
+        first = build_indexes(lengths, documents, per_epoch, seq_length, seed)
+        return _repeated(first, -(-num_samples // per_epoch), seed)
     epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
     total = total_samples(num_samples, tokens_per_epoch, seq_length)
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
@@ -101,6 +127,16 @@ def build_indexes(
     shuffle_parts(order, (epochs - separate) * len(documents), rng)
     shuffle_parts(shuffle, before_last if separate else total, rng)
     return SampleIndexes(order, build_sample_index(lengths, order, seq_length, total), shuffle)
+
+
+def _repeated(first: SampleIndexes, epochs: int, seed: int) -> SampleIndexes:
+    """The indexes of epochs with the samples of the first one, each in an order of its own."""
+    size, rng = len(first), np.random.RandomState(seed)
+    starts = np.concatenate([*[first.samples[:-1]] * max(1, epochs), first.samples[-1:]])
+    shuffle = np.arange(len(starts) - 1, dtype=shuffle_dtype(len(starts) - 1))
+    for start in range(0, len(shuffle), size):
+        rng.shuffle(shuffle[start : start + size])
+    return SampleIndexes(first.documents, starts, shuffle)
 
 
 def index_dtype(count: int) -> type[np.signedinteger[Any]]:

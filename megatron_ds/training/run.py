@@ -124,6 +124,11 @@ def complete_settings(
     """
     config, plan, problems = make_plan(config, world_size, warn)
     config, of_file = merge_file(config, world_size, warn)
+    if config.data.train_data_exact_num_epochs is not None:
+        from megatron_ds.training.start.data_length import with_exact_epochs
+
+        config, of_length = with_exact_epochs(config)
+        problems += of_length
     config, of_schedule = continue_schedule(config, plan, world_size, warn)
     return config, plan, [*problems, *of_file, *of_schedule]
 

@@ -23,6 +23,8 @@ PER_SPLIT_DATA_FIELDS = {
 }
 """Fields that name the data of one dataset split."""
 
+EPOCHS = "train_data_exact_num_epochs"
+
 _paths = functools.partial(option_field, None, nargs="*", metavar="PATH")
 _groups = functools.partial(option_field, None, nargs="*", metavar="GROUP")
 _file = functools.partial(option_field, None, metavar="FILE")
@@ -84,6 +86,17 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = _file(
         "file with the values of --test-weighted-split-paths, each group in quotes"
     )
+    dataloader_type: str = option_field(
+        "single",
+        "order of the samples: single shuffles the documents of all epochs and the samples; cyclic "
+        "repeats the samples of the first epoch, shuffled in each epoch",
+        choices=("single", "cyclic"),
+    )
+    train_data_exact_num_epochs: int | None = option_field(
+        None,
+        "train on so many epochs of the data, from which the length of the run follows",
+        minimum=1,
+    )
     mock_data: bool = option_field(
         False, "train on random tokens instead of token files; the tokenizer gives their range"
     )
@@ -124,6 +137,11 @@ class DataConfig:
         False, "mask the loss at end-of-document tokens of the input"
     )
 
+    @property
+    def is_cyclic(self) -> bool:
+        """Whether every epoch has the same samples."""
+        return self.dataloader_type == "cyclic"
+
     def problems(self, *, has_own_data: bool = False, is_read: bool = True) -> Iterator[Problem]:
         """Check that the data of each split is given once.
 
@@ -152,13 +170,17 @@ class DataConfig:
                 yield exclusive_problem(*names)
         named = [*shared, *listed, *separate]
         if has_own_data:
-            mock = ["mock_data"] if self.mock_data else []
-            yield from (Problem("data-replaced", name) for name in named + mock)
+            others = [name for name in ("mock_data", EPOCHS) if getattr(self, name)]
+            yield from (Problem("data-replaced", name) for name in named + others)
         elif self.mock_data:
+            named += [EPOCHS] if getattr(self, EPOCHS) else []
             if named:
                 yield exclusive_problem("mock_data", *named)
         elif is_read and not shared and not listed and not by_split["train"]:
             yield Problem("training-data-required")
+        if getattr(self, EPOCHS) and self.blend_order != "fair":
+            reason = "only the fair order reads all files to their ends at the same time"
+            yield exclusive_problem(EPOCHS, "blend_order", reason=reason)
         if self.split is not None and by_split["train"] and not by_split["valid"]:
             yield Problem("split-without-shared-data")
         if self.data_cache_path is not None and not os.path.isdir(self.data_cache_path):

@@ -230,14 +230,20 @@ def _with_current(history: BlendHistory, field: str, values: Sequence[Any]) -> B
 
 
 def extend_requests(
-    requests: tuple[int, ...], needed: int, tokens_per_epoch: int, seq_length: int
+    requests: tuple[int, ...],
+    needed: int,
+    tokens_per_epoch: int,
+    seq_length: int,
+    *,
+    is_cyclic: bool = False,
 ) -> tuple[int, ...]:
     """The indexes that a source needs for `needed` samples: another one if they are too few.
 
     An index has all samples of its complete epochs, and they are all read before the next index
     begins, so that all documents are read equally often.
     """
-    available = sum(total_samples(request, tokens_per_epoch, seq_length) for request in requests)
+    size = tokens_per_epoch, seq_length
+    available = sum(total_samples(request, *size, is_cyclic=is_cyclic) for request in requests)
     return requests if available >= needed else (*requests, needed - available)
 
 

@@ -17,7 +17,6 @@ from megatron_ds.checkpoint.compatibility import resume_conflicts, tokenizer_con
 from megatron_ds.config import Config, DataConfig, EvaluationConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from megatron_ds.engine.ds_config.generate import bucket_warnings
 from megatron_ds.launch import device, environment
@@ -27,6 +26,7 @@ from megatron_ds.planning import swap_disk
 from megatron_ds.planning.swap_disk import Disk
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
+from megatron_ds.training.start.data_length import open_data
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,7 @@ def check(
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
     reads_data = config.evaluation.eval_only is None
     options = config.data if reads_data else DataConfig()
-    folder = options.object_storage_cache_path
-    cache = TokenCache(
-        folder and environment.expand_variables(folder), options.object_storage_cache_gb
-    )
-    data = DataFiles(options, cache)
+    data = open_data(options)
     problems += data_problems(data, samples, vocab_size, fingerprint)
     if not problems:
         bos = tokenizer.bos if tokenizer is not None and tokenizer.adds_bos else None

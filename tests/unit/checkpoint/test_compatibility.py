@@ -179,6 +179,7 @@ def test_another_data_order_is_rejected(manager: Managers) -> None:
     changes: dict[str, dict[str, Any]] = {
         "seed": {"runtime": RuntimeConfig(seed=1)},
         "split": {"data": dataclasses.replace(first, split="8,2")},
+        "dataloader_type": {"data": dataclasses.replace(first, dataloader_type="cyclic")},
     }
     names = {item.name for item in dataclasses.fields(DataOrder)}
     assert names - set(CHANGEABLE_BATCH_SIZES) == changes.keys()

@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data import build_datasets as module
 from megatron_ds.data import lazy_indexes
 from megatron_ds.data.blend.blend_history import BlendHistory
-from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
+from megatron_ds.data.build_datasets import (
+    Datasets,
+    FileUsage,
+    build_datasets,
+    exact_train_samples,
+)
 from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
@@ -503,3 +509,65 @@ def test_every_source_of_a_blend_continues_at_another_length(tmp_path: Path) -> 
     back, record, built = read(blend, 12, 62, 74, alone)
     assert len(set(flat(first + back))) == len(flat(first + back))
     assert "b at its sample 20" in "\n".join(built.changes)
+
+
+def unique(prefix: Path, first: int, sizes: list[int]) -> str:
+    """Writes documents in which no token occurs twice."""
+    ends = np.cumsum([first, *sizes]).tolist()
+    return write_pair(prefix, list(map(range, ends, ends[1:])))
+
+
+def inputs_of(dataset: TokenDataset | None, positions: range) -> list[int]:
+    """The inputs of the samples in these positions."""
+    assert dataset is not None
+    return [int(token) for position in positions for token in dataset[position][:-1]]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("order", ["single", "cyclic"])
+@pytest.mark.parametrize("weights", [None, ("1", "1"), ("9", "1")])
+def test_exact_epochs_read_no_token_more_often(
+    tmp_path: Path, epochs: int, order: str, weights: tuple[str, str] | None
+) -> None:
+    """Claim (samples): a run of a number of epochs (`--train-data-exact-num-epochs`) reads no
+    token more often, and every token of the file that ends first so often"""
+    a = unique(tmp_path / "a", 0, [7, 30, 2, 60])
+    b = unique(tmp_path / "b", 500, [90, 11, 200])
+    path = (a, b) if weights is None else (weights[0], a, weights[1], b)
+    options: Any = {"dataloader_type": order, "train_data_exact_num_epochs": epochs}
+    for prefixes in ((a,), path):
+        config = DataConfig(data_path=prefixes, split="1", **options)
+        samples = exact_train_samples(DataFiles(config), 5, epochs)
+        counts = Counter(inputs_of(datasets(config, (samples, 0, 0)).train, range(samples)))
+        assert set(counts.values()) <= {*range(1, epochs + 1)}
+        of_files = [sum(n for t, n in counts.items() if (t >= 500) == is_b) for is_b in (0, 1)]
+        rest = 10 * epochs  # less than a sample of an epoch, and one in the blend
+        assert epochs * 99 - of_files[0] < rest
+        if prefixes == path and weights is None:
+            assert epochs * 301 - of_files[1] < rest
+
+
+def test_cyclic_epochs_have_the_same_samples_in_another_order(tmp_path: Path) -> None:
+    """Claim (samples): with `--dataloader-type cyclic` every epoch has the same samples in an order
+    of its own, also after a resume, in a longer run and at another sequence length"""
+    path = (unique(tmp_path / "a", 0, [7, 30, 2, 60]),)
+    config = DataConfig(data_path=path, split="1", dataloader_type="cyclic")
+    built = datasets(config, (50, 0, 0))
+    assert built.train is not None
+    assert built.progress is not None
+    order = [tuple(built.train[position].tolist()) for position in range(len(built.train))]
+    epochs = [order[start : start + 19] for start in range(0, len(order), 19)]
+    assert len(epochs) == 3  # of (99 - 1) // 5 samples
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
+    assert len(set(map(tuple, epochs))) == 3
+    assert len(set(order)) == 19
+    single = datasets(DataConfig(data_path=path, split="1"), (50, 0, 0)).train
+    assert len(single) == 59  # cached apart
+    history = built.progress.history_after(25)
+    resumed = datasets(config, (80, 0, 0), history=history, consumed=25).train
+    assert resumed is not None
+    assert [tuple(resumed[position].tolist()) for position in range(57)] == order
+    # The unread samples of both epochs, joined.
+    longer = datasets(config, (45, 0, 0), history=history, consumed=25, seq_length=10).train
+    rest = Counter(inputs_of(longer, range(25, 41)))
+    assert rest == Counter(inputs_of(built.train, range(25, 57)))

@@ -411,3 +411,17 @@ def test_a_wrong_command_line_starts_imports_and_writes_nothing(
     assert ended.stdout.strip() == "ended 2 []", ended.stdout + ended.stderr
     assert ("--hidden-size 33 is not divisible" in ended.stderr) is (rank == 0), ended.stderr
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_the_length_of_a_run_follows_from_its_data() -> None:
+    """Claim (samples): `--train-data-exact-num-epochs` determines the length of the run"""
+    line = "--train-iters - --train-data-exact-num-epochs 2"
+    config, problems, _ = check(f"{line} --split 1")
+    assert problems == []
+    assert config.schedule.train_samples == (2 * 300 * 40 - 1) // 32
+    _, problems, _ = check("--train-data-exact-num-epochs 2")
+    assert codes(problems) == ["mutually-exclusive"]
+    _, problems, _ = check(f"{line} --data-path nothing")
+    assert set(codes(problems)) == {"data-file-missing"}
+    _, problems, _ = check(f"{line} --data-path -  --mock-data")
+    assert "mutually-exclusive" in codes(problems)
