@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ds.checkpoint.metadata import (
-    EIGHT_BIT,
     TOKENIZER,
     Checkpoint,
     DataOrder,
@@ -24,6 +23,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, ModelConfig, flag_of
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.data import SPLIT_DATA_FIELDS
+from megatron_ds.config.options.optimizer import EIGHT_BIT
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, default_flag, option
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace

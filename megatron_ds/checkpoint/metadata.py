@@ -41,8 +41,6 @@ REPLACED = ".replaced-"
 FORMAT_VERSION = 4
 STATES = ".pt"
 """Suffix of the files that hold tensors."""
-EIGHT_BIT = "adam8bit"
-"""Name of Adam with 8-bit moments in `ParallelLayout.optimizer`."""
 CHECKSUM_PLACEHOLDER = "0" * 64
 DamageCheck = Callable[[Path], Problem | None]
 """Returns the first problem of a checkpoint's folder; None if there is none."""
@@ -74,9 +72,7 @@ class ParallelLayout:
             data_parallel_size=dp_size,
             zero_stage=config.zero_stage,
             precision=config.precision.name,
-            optimizer=EIGHT_BIT
-            if config.optimizer.has_8_bit_moments
-            else config.optimizer.optimizer,
+            optimizer=config.optimizer.states,
             ds_sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
             expert_model_parallel_size=config.expert_parallel_size,
             pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,

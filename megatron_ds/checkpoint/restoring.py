@@ -21,7 +21,6 @@ from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.files.file_assignment import FileAssignment
 from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.metadata import (
-    EIGHT_BIT,
     MANIFEST,
     Checkpoint,
     ParallelLayout,
@@ -34,6 +33,7 @@ from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
 from megatron_ds.checkpoint.store.fetch import IsNeeded
 from megatron_ds.checkpoint.universal.reader import open_states
+from megatron_ds.config.options.optimizer import EIGHT_BIT
 from megatron_ds.config.problems import Problem, counted, raise_if_any, with_flags
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.atomic import FileRecord

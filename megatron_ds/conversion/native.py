@@ -22,7 +22,6 @@ from megatron_ds.checkpoint.files.native_settings import (
 )
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.checkpoint.metadata import (
-    EIGHT_BIT,
     MANIFEST,
     RUN,
     Checkpoint,
@@ -32,6 +31,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.checkpoint.universal.reader import open_states
+from megatron_ds.config.options.optimizer import EIGHT_BIT
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
 from megatron_ds.conversion.source import (

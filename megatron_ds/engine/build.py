@@ -30,6 +30,7 @@ from megatron_ds.engine.deepspeed.stage_messages import StageMessages
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.engine.optimizers.build import attach_matrices, client_optimizer
+from megatron_ds.engine.optimizers.cautious_decay import decay_cautiously
 from megatron_ds.engine.optimizers.param_groups import (
     Multipliers,
     multiplier_rule,
@@ -191,6 +192,10 @@ def _initialize(
             mpu=Mpu(mesh) if mesh.pp.size == 1 else None,  # a PipelineModule has its own
             dist_init_required=False,
         )
+    if in_effect(config.optimizer).cautious_weight_decay:
+        backup = getattr(engine.optimizer, "backup_optimizer", None)  # of a partial offload
+        for optimizer in filter(None, (engine.basic_optimizer, backup)):
+            decay_cautiously(optimizer)
     return engine, multipliers
 
 

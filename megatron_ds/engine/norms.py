@@ -158,7 +158,10 @@ class StepNorms:
         )
         with ExitStack() as hooks:
             for optimizer in filter(None, optimizers):
-                hooks.callback(optimizer.register_step_pre_hook(sums.before).remove)
+                first = optimizer.register_step_pre_hook(sums.before)
+                # A hook of cautious decay changes the weights.
+                first.hooks_dict_ref().move_to_end(first.id, last=False)
+                hooks.callback(first.remove)
                 hooks.callback(optimizer.register_step_post_hook(sums.after).remove)
             yield sums
 

@@ -166,7 +166,7 @@ class _Sizes:
         self.matrix_share = self._partition(elements, experts)
         owned = self.full if inputs.zero_stage == 0 else self.partition
         self.moments = round(inputs.moment_bytes * inputs.moments * owned)
-        if inputs.has_matrix_updates:
+        if inputs.has_matrix_updates and not inputs.has_neuron_moments:
             self.moments -= FP32 * (self.matrix_share if inputs.zero_stage else elements)
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
         is_sharded, recompute = in_effect(config.parallel).sequence_parallel, config.recompute
@@ -331,7 +331,9 @@ class _Sizes:
         if not self.inputs.has_matrix_updates:
             return 0
         one, batch = max(self.matrices) * self.inputs.tp_size, min(MUON_BATCH, self.matrix_share)
-        return self.inputs.param_bytes * 4 * (self.matrix_share + max(one, batch))
+        # Second moments are sent in fp32.
+        element = self.inputs.param_bytes + FP32 * self.inputs.has_neuron_moments
+        return element * 4 * (self.matrix_share + max(one, batch))
 
     def reduction(self) -> int:
         inputs = self.inputs

@@ -34,7 +34,9 @@ class MemoryInputs:
     """Optimizer state tensors per parameter: two for Adam, one for Lion and SGD with momentum."""
     moment_bytes: float = field(kw_only=True, default=FP32)
     has_matrix_updates: bool = field(kw_only=True, default=False)
-    """Whether Muon updates the matrices of the layers, which have one moment less."""
+    """Whether Muon updates the matrices of the layers."""
+    has_neuron_moments: bool = field(kw_only=True, default=False)
+    """Whether these have second moments, too; otherwise they have one moment less."""
     zero: Mapping[str, Any]
     """DeepSpeed's `zero_optimization`: buckets, limits of gathering, swapping."""
     offload_optimizer: bool = False
@@ -80,6 +82,7 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
         moments=moments,
         moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else FP32,
         has_matrix_updates=config.optimizer.optimizer == "muon",
+        has_neuron_moments=config.optimizer.normuon,
         zero=ds_config["zero_optimization"],
         offload_optimizer=offload.optimizer_offload != "none",
         offload_parameters=offload.param_offload != "none",

@@ -202,6 +202,14 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
         clip_grad=0.1,
     ),
 }
+OPTIMIZERS["cautious"] = dataclasses.replace(OPTIMIZERS["adamw"], cautious_weight_decay=True)
+OPTIMIZERS["normuon"] = dataclasses.replace(
+    OPTIMIZERS["muon"],
+    normuon=True,
+    muon_coefficient_type="polar_express",
+    cautious_weight_decay=True,
+    param_group=("pattern=layers.1.*,lr=1.25x,wd=0.2",),
+)
 OPTIMIZERS["8-bit"] = dataclasses.replace(OPTIMIZERS["adamw"], use_bnb_optimizer=True)
 RATES = dict.fromkeys(OPTIMIZERS, (0.01, 0.02, 0.005)) | {
     "sgd": (1.0, 0.5, 0.25),

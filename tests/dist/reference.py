@@ -256,7 +256,24 @@ class Lion(torch.optim.Optimizer):
                 p -= lr * (update + decay * p)
 
 
-class Muon(torch.optim.AdamW):
+class CautiousAdamW(torch.optim.AdamW):
+    """AdamW, then the decay of Chen et al. 2025 where update and weight have the same sign."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        before = {p: p.clone() for group in self.param_groups for p in group["params"]}
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0
+        super().step()
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+            for p in group["params"]:
+                update = before[p] - p
+                p -= group["lr"] * decay * before[p] * (update * before[p] >= 0)
+
+
+class Muon(CautiousAdamW):
     """Jordan et al. 2024 for the matrices, AdamW for the other groups.
 
     Args:
@@ -275,28 +292,54 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
         self.matrices, self.options = matrices, options
         self.momenta = [torch.zeros_like(p) for p, _ in matrices]
+        self.rates: dict[torch.Tensor, tuple[float, float]] = {}
+        """Factor of the learning rate, and weight decay, of matrices with their own."""
+        self.seconds: dict[tuple[int, int], torch.Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        super().step()
-        lr, decay = self.param_groups[0]["lr"], self.options.weight_decay
-        beta = self.options.muon_momentum
-        for (p, sizes), momentum in zip(self.matrices, self.momenta, strict=True):
+        (super() if self.options.cautious_weight_decay else super(CautiousAdamW, self)).step()
+        rate, beta = self.param_groups[0]["lr"], self.options.muon_momentum
+        for index, ((p, sizes), momentum) in enumerate(
+            zip(self.matrices, self.momenta, strict=True)
+        ):
             assert p.grad is not None
+            factor, decay = self.rates.get(p, (1.0, self.options.weight_decay))
             momentum.mul_(beta).add_(p.grad)
             update = p.grad + beta * momentum
             experts = update if p.dim() == 3 else [update]
-            steps = [_orthogonalized(part) for each in experts for part in each.split(sizes)]
-            p -= lr * (torch.cat(steps).view_as(p) + decay * p)
+            parts = [part for expert in experts for part in expert.split(sizes)]
+            steps = [self._orthogonalized(part, (index, n)) for n, part in enumerate(parts)]
+            step = torch.cat(steps).view_as(p)
+            decayed = p * (p * step >= 0) if self.options.cautious_weight_decay else p
+            p -= rate * factor * (step + decay * decayed)
+
+    def _orthogonalized(self, matrix: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
+        """Five Newton-Schulz iterations, scaled to the RMS of AdamW's steps (Liu et al. 2025).
+
+        NorMuon is algorithm 1 of Li et al. 2025, Polar Express algorithm 1 of Amsel et al. 2025.
+        """
+        is_polar = self.options.muon_coefficient_type == "polar_express"
+        x = matrix / matrix.norm() / (1.01 if is_polar else 1)
+        for a, b, c in POLAR_EXPRESS if is_polar else [(3.4445, -4.7750, 2.0315)] * 5:
+            gram = x @ x.T
+            x = a * x + b * gram @ x + c * gram @ gram @ x
+        if not self.options.normuon:
+            return 0.2 * max(matrix.shape) ** 0.5 * x
+        beta, mean = self.options.normuon_beta2, x.square().mean(dim=1)
+        self.seconds[key] = beta * self.seconds.get(key, 0 * mean) + (1 - beta) * mean
+        x = x / (self.seconds[key].sqrt() + 1e-8)[:, None]
+        return 0.2 * matrix.numel() ** 0.5 * x / x.norm()
 
 
-def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Five Newton-Schulz iterations, scaled to the RMS of AdamW's steps (Liu et al. 2025)."""
-    x = matrix / matrix.norm()
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
-    return 0.2 * max(matrix.shape) ** 0.5 * x
+POLAR_EXPRESS = [
+    (8.205160414, -22.90193498, 16.46072465),
+    (4.066395160, -2.861154054, 0.5183995232),
+    (3.909595924, -2.823351735, 0.5250370220),
+    (3.285564018, -2.415301960, 0.4852940659),
+    (2.277873286, -1.619821717, 0.3984813140),
+]
+"""With the safety factor of 1.01, to which only rounding is added."""
 
 
 def _fused_rows(config: ModelConfig, name: str, weight: torch.Tensor) -> tuple[int, ...]:
@@ -319,7 +362,8 @@ def _optimizer(
     matrices = []
     if options.optimizer == "muon":
         hidden = [name for name in matrix_names if name.startswith(("layers.", "predictions."))]
-        matrices = [(named[name], _fused_rows(config, name, named[name])) for name in hidden]
+        hidden_weights = {name: named[name] for name in hidden}
+        matrices = [(p, _fused_rows(config, name, p)) for name, p in hidden_weights.items()]
         named = {name: p for name, p in named.items() if name not in hidden}
     special = []
     if options.decoupled_lr is not None:
@@ -351,8 +395,13 @@ def _optimizer(
     if options.optimizer == "lion":
         return Lion(groups, lr=options.lr, betas=(options.lion_beta1, options.lion_beta2))
     if options.optimizer == "muon":
-        return Muon(groups, matrices, options)
-    return torch.optim.AdamW(
+        muon = Muon(groups, matrices, options)
+        for name, scale, decay in reversed(_named_rates(options)):
+            hits = [p for key, p in hidden_weights.items() if re.fullmatch(name, key)]
+            muon.rates |= dict.fromkeys(hits, (scale, decay))
+        return muon
+    adam = CautiousAdamW if options.cautious_weight_decay else torch.optim.AdamW
+    return adam(
         groups, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps
     )
 

@@ -36,15 +36,15 @@ CASES = (
     Case(2, 1, 1, 4, "sinks", "sgd", pp=2),
     # Fused queries, keys and values of different sizes, and a fused gate.
     Case(2, 1, 1, 4, "swiglu", "muon"),
-    Case(2, 2, 1, 4, "gqa", "muon"),
-    Case(2, 3, 2, 4, "latent", "muon"),
-    Case(4, 1, 2, 1, "gqa", "muon"),
+    Case(2, 2, 1, 4, "gqa", "normuon"),
+    Case(2, 3, 2, 4, "latent", "normuon"),
+    Case(4, 1, 2, 1, "gqa", "normuon"),
     # Embeddings and output layer in groups of their own.
     Case(2, 0, 2, 4, "reordered", "grouped"),
     Case(2, 1, 1, 4, "norm stream", "grouped"),
     Case(2, 3, 2, 4, "reordered", "grouped"),
-    Case(2, 0, 2, 4, "parallel", "adamw"),
-    Case(2, 1, 1, 4, "latent", "adamw", sp=2),
+    Case(2, 0, 2, 4, "parallel", "cautious"),
+    Case(2, 1, 1, 4, "latent", "cautious", sp=2),
     Case(2, 1, 2, 4, "latent", "adamw", {"parallel": {"sequence_parallel": True}}),
 )
 SMOKE = CASES[:4]
@@ -95,6 +95,9 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
 
     Claim (precision): Muon equals one process, with full matrices and the gradient clipped before
     the step, at every ZeRO stage, with and without tensor parallelism, within 1e-5 in fp32
+
+    Claim (precision): NorMuon with the coefficients of Polar Express, cautious weight decay, and
+    rates by patterns of names equal plain torch on full matrices in one process
 
     Claim (parallel): ZeRO 0 to 3 x tensor parallelism x accumulation x model variants equal one
     process

@@ -206,10 +206,10 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "zero2": Layout(2, optimizer="lion", model=NO_BIAS),
     },
     "muon": {
-        "zero0": Layout(0, optimizer="muon"),
-        "zero3 tp2": Layout(3, tp=2, optimizer="muon"),
-        "zero1 pp2": Layout(1, pp=2, optimizer="muon"),
-        "zero2": Layout(2, optimizer="muon"),
+        "zero0": Layout(0, optimizer="normuon"),
+        "zero3 tp2": Layout(3, tp=2, optimizer="normuon"),
+        "zero1 pp2": Layout(1, pp=2, optimizer="normuon"),
+        "zero2": Layout(2, optimizer="normuon"),
     },
     "precision": {
         "fp32 zero0": Layout(0, model="untied"),

@@ -185,7 +185,7 @@ class Layout:
         case = Case(WORLD, self.stage, self.tp, 2, self.model, self.optimizer, sp=self.ulysses)
         changes = {"precision": self.precision, "deepspeed": self.deepspeed, "schedule": RATES}
         config = config_of(case, **changes)
-        return config.with_values({"sgd_momentum": 0.9})
+        return config.with_values({"sgd_momentum": 0.9, "param_group": None})
 
 
 LAYOUTS = {
@@ -212,7 +212,7 @@ LAYOUTS = {
     "zero3 tp2 fp16 8-bit": Layout(3, OF_ADAM, "8-bit", tp=2, precision=DYNAMIC),
     "zero0 muon": Layout(0, OF_MUON, "muon"),
     "zero1 bf16 muon": Layout(1, OF_MUON, "muon", precision=BF16),
-    "zero2 tp2 muon offload": Layout(2, OF_MUON, "muon", tp=2, deepspeed=OFFLOAD),
+    "zero2 tp2 muon offload": Layout(2, OF_MUON, "normuon", tp=2, deepspeed=OFFLOAD),
     "zero3 fp16 muon": Layout(3, OF_MUON, "muon", precision=DYNAMIC),
     "zero1 bf16 lion": Layout(1, OF_LION, "lion", precision=BF16),
     "zero2 tp2 lion offload": Layout(2, OF_LION, "lion", tp=2, deepspeed=OFFLOAD),

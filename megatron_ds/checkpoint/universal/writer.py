@@ -24,7 +24,6 @@ from megatron_ds.checkpoint.files.native_reader import SavedStates
 from megatron_ds.checkpoint.files.native_settings import model_config
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.checkpoint.metadata import (
-    EIGHT_BIT,
     MANIFEST,
     RUN,
     TOKENIZER,
@@ -44,6 +43,7 @@ from megatron_ds.checkpoint.universal.folders import (
     is_universal,
 )
 from megatron_ds.checkpoint.universal.reader import PARAM
+from megatron_ds.config.options.optimizer import EIGHT_BIT
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.states.resharding import BLOCK

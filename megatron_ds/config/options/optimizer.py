@@ -14,6 +14,8 @@ from megatron_ds.config.problems import Problem
 
 MUON_BATCH = 2**25
 """Most elements of matrices of one shape that Muon orthogonalizes at once, or of a single one."""
+EIGHT_BIT, NORMUON = "adam8bit", "normuon"
+"""Names of optimizers by their states: Adam with 8-bit moments, and Muon with second moments."""
 ADAM = when(optimizer=("adam", "muon"))
 MUON = when(optimizer="muon")
 LION = when(optimizer="lion")
@@ -62,6 +64,20 @@ class OptimizerConfig:
         "further factor of Muon's update; 0.2 with spectral makes its steps as large as AdamW's",
         above=0,
     )
+    muon_coefficient_type: str = _of_muon(
+        "simple",
+        "coefficients of Muon's iterations: simple its author's, quintic Megatron's default, "
+        "polar_express the best for each iteration",
+        choices=("simple", "quintic", "polar_express"),
+    )
+    normuon: bool = _of_muon(
+        False, "divide Muon's update of each neuron by the root of its second moment (NorMuon)"
+    )
+    normuon_beta2: float = _fraction(
+        0.95,
+        "decay rate of the second moments of neurons",
+        only_with=(MUON, when(normuon=True)),
+    )
     sgd_momentum: float = _fraction(0.9, "momentum of SGD", only_with=when(optimizer="sgd"))
     decoupled_lr: float | None = option_field(
         None,
@@ -76,6 +92,11 @@ class OptimizerConfig:
         only_with=when(decoupled_lr=ANY_VALUE),
     )
     weight_decay: float = option_field(0.01, "weight decay coefficient", minimum=0)
+    cautious_weight_decay: bool = option_field(
+        False,
+        "decay only the elements of weights that the update moves towards zero",
+        only_with=when(optimizer=("adam", "muon", "lion")),
+    )
     embedding_weight_decay: float | None = option_field(
         None,
         "weight decay coefficient of the word and position embeddings, in proportion to the "
@@ -127,6 +148,13 @@ class OptimizerConfig:
     @property
     def has_8_bit_moments(self) -> bool:
         return self.optimizer == "adam" and self.use_bnb_optimizer
+
+    @property
+    def states(self) -> str:
+        """Name of the optimizer, by which its states are known."""
+        if self.has_8_bit_moments:
+            return EIGHT_BIT
+        return NORMUON if self.optimizer == "muon" and self.normuon else self.optimizer
 
     @property
     def derived_values(self) -> dict[str, Any]:

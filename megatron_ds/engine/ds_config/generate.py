@@ -367,8 +367,10 @@ def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> J
                 "momentum": options.muon_momentum,
                 "nesterov": options.muon_nesterov,
                 "steps": options.muon_num_ns_steps,
+                "coefficient_type": options.muon_coefficient_type,
                 "scale_mode": options.muon_scale_mode,
                 "scale_factor": options.muon_extra_scale_factor,
+                "neuron_beta": options.normuon_beta2 if options.normuon else None,
             },
         }
     params["torch_adam"] = kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config, flag_of, support_matrix
-from megatron_ds.config.fields import in_effect
+from megatron_ds.config.fields import exclusive_problem, in_effect
 from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, get
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine.ds_config import passthrough
@@ -335,9 +335,25 @@ def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
             if layout[axis] != support_matrix.AXES[axis].default:
                 words = support_matrix.AXES[axis].flags_text(layout[axis])
                 yield Problem("8-bit-adam-layout", "use_bnb_optimizer", layout=words)
+    yield from _step_problems(config)
     dp_size = config.parallel.data_parallel_size(world_size)
     if dp_size and dp_size % max(1, in_effect(deepspeed).zero_hpz_partition_size):
         yield Problem("hpz-size-not-a-divisor", settings=deepspeed, dp_size=dp_size)
     scale = in_effect(precision).initial_loss_scale
     if precision.fp16 and not (scale > 0 and math.log2(scale).is_integer()):
         yield Problem("initial-loss-scale-not-power-of-two", scale=scale)
+
+
+def _step_problems(config: Config) -> Iterator[Problem]:
+    """Find options of a step that DeepSpeed or another package would not take as they are."""
+    options, file = in_effect(config.optimizer), config.deepspeed_file
+    reasons = {
+        "use_bnb_optimizer": options.use_bnb_optimizer,
+        "nvme_optimizer": config.deepspeed.optimizer_offload == "nvme",
+    }
+    key = "zero_optimization.offload_optimizer.super_offload"
+    for name in ("cautious_weight_decay",):
+        if getattr(options, name):
+            yield from (exclusive_problem(other, name) for other, holds in reasons.items() if holds)
+            if file is not None and file.get(key):
+                yield file.invalid(key, f"excludes {option(name)}", name)

@@ -57,9 +57,6 @@ class MatrixShard:
         return self.spec.sections if self.spec is not None and self.spec.dim == rows else ()
 
 
-Function = Callable[[list[Tensor], Sequence[MatrixShard]], list[Tensor]]
-
-
 class DistributedMatrices:
     """The matrices of some tensors of an optimizer.
 
@@ -72,70 +69,38 @@ class DistributedMatrices:
 
     def __init__(self, pieces: Sequence[MatrixShard], dp: Group, tp: Group, empty: Tensor) -> None:
         self.pieces, self._dp, self._tp, self._empty = pieces, dp, tp, empty
+        self._in_row = [piece for piece in pieces if piece.owner.dp == dp.rank]
+        """Matrices whose owners are tensor-parallel ranks of this one."""
+        self.owned = [piece for piece in self._in_row if piece.owner.tp == tp.rank]
+        """Matrices of which this rank is the owner."""
 
-    def prepare(self, values: Tensor) -> Tensor:
-        """Values in the type and on the device of the computation."""
-        return values.to(self._empty)
-
-    def map(
-        self,
-        values_of: Callable[[MatrixShard], Tensor],
-        function: Function,
-    ) -> Iterator[tuple[MatrixShard, Tensor]]:
-        """Apply a function to every full matrix. Collective.
+    def collect(
+        self, values_of: Callable[[MatrixShard], Tensor], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """The full matrices that this rank owns. Collective.
 
         Args:
             values_of: This rank's elements of a matrix, one-dimensional.
-            function: Maps full matrices to matrices of the same shapes. Called on their owner only.
-
-        Yields:
-            Each matrix with elements that this rank updates, and the function's values of them.
+            dtype: Type in which they are sent. None: that of the computation.
         """
-        dp, pieces = self._dp, self.pieces
-        in_row = [piece for piece in pieces if piece.owner.dp == dp.rank]
-        queues = _transfer(
-            [
-                [values_of(p) for p in pieces if p.owner.dp == rank and p.sent[dp.rank]]
-                for rank in range(dp.size)
-            ],
-            [[len(p.sent[rank]) for p in in_row if p.sent[rank]] for rank in range(dp.size)],
-            dp,
-            self._empty,
-        )
-        shards = [
-            torch.cat([next(queues[rank]) for rank in range(dp.size) if piece.sent[rank]])
-            for piece in in_row
-        ]
-        results = self._map_shards(in_row, shards, function)
+        dp, tp, empty = self._dp, self._tp, self._empty.to(dtype or self._empty.dtype)
         queues = _transfer(
             [
                 [
-                    result[p.kept[rank].start : p.kept[rank].stop]
-                    for p, result in zip(in_row, results, strict=True)
-                    if p.kept[rank]
+                    values_of(p).to(empty)
+                    for p in self.pieces
+                    if p.owner.dp == rank and p.sent[dp.rank]
                 ]
                 for rank in range(dp.size)
             ],
-            [
-                [len(p.kept[dp.rank]) for p in pieces if p.owner.dp == rank and p.kept[dp.rank]]
-                for rank in range(dp.size)
-            ],
+            [[len(p.sent[rank]) for p in self._in_row if p.sent[rank]] for rank in range(dp.size)],
             dp,
-            self._empty,
+            empty,
         )
-        for piece in pieces:
-            if piece.kept[dp.rank]:
-                yield piece, next(queues[piece.owner.dp])
-
-    def _map_shards(
-        self,
-        pieces: Sequence[MatrixShard],
-        shards: Sequence[Tensor],
-        function: Function,
-    ) -> list[Tensor]:
-        """The function's values of complete shards, all one-dimensional."""
-        tp = self._tp
-        owned = [piece for piece in pieces if piece.owner.tp == tp.rank]
+        shards = [
+            torch.cat([next(queues[rank]) for rank in range(dp.size) if piece.sent[rank]])
+            for piece in self._in_row
+        ]
 
         def is_sent(piece: MatrixShard, rank: int) -> bool:
             return piece.spec is not None or rank == piece.owner.tp
@@ -144,33 +109,71 @@ class DistributedMatrices:
             [
                 [
                     shard
-                    for piece, shard in zip(pieces, shards, strict=True)
+                    for piece, shard in zip(self._in_row, shards, strict=True)
                     if piece.owner.tp == rank and is_sent(piece, tp.rank)
                 ]
                 for rank in range(tp.size)
             ],
-            [[_numel(p) for p in owned if is_sent(p, rank)] for rank in range(tp.size)],
+            [[_numel(p) for p in self.owned if is_sent(p, rank)] for rank in range(tp.size)],
             tp,
-            self._empty,
+            empty,
         )
         full = []
-        for piece in owned:
+        for piece in self.owned:
             senders = [rank for rank in range(tp.size) if is_sent(piece, rank)]
             parts = [next(queues[rank]).view(piece.shape) for rank in senders]
             full.append(parts[0] if piece.spec is None else unshard(parts, piece.spec))
+        return full
+
+    def distribute(
+        self, matrices: Sequence[Tensor], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[MatrixShard, Tensor]]:
+        """Send full matrices of the owners to the ranks that update them. Collective.
+
+        Args:
+            matrices: Those that this rank owns.
+            dtype: Their type. None: that of the computation.
+
+        Yields:
+            Each matrix with elements that this rank updates, and the values of them.
+        """
+        dp, tp, empty = self._dp, self._tp, self._empty.to(dtype or self._empty.dtype)
         results: list[list[Tensor]] = [[] for _ in range(tp.size)]
-        for piece, result in zip(owned, function(full, owned), strict=True):
+        for piece, matrix in zip(self.owned, matrices, strict=True):
             for rank, values in enumerate(results):
                 spec = piece.spec
-                shard = result if spec is None else take_shard(result, spec, rank, tp.size)
+                shard = matrix if spec is None else take_shard(matrix, spec, rank, tp.size)
                 values.append(shard.flatten())
         queues = _transfer(
             results,
-            [[_numel(p) for p in pieces if p.owner.tp == rank] for rank in range(tp.size)],
+            [[_numel(p) for p in self._in_row if p.owner.tp == rank] for rank in range(tp.size)],
             tp,
-            self._empty,
+            empty,
         )
-        return [next(queues[piece.owner.tp]) for piece in pieces]
+        shards = [(piece, next(queues[piece.owner.tp])) for piece in self._in_row]
+        queues = _transfer(
+            [
+                [
+                    shard[p.kept[rank].start : p.kept[rank].stop]
+                    for p, shard in shards
+                    if p.kept[rank]
+                ]
+                for rank in range(dp.size)
+            ],
+            [
+                [
+                    len(p.kept[dp.rank])
+                    for p in self.pieces
+                    if p.owner.dp == rank and p.kept[dp.rank]
+                ]
+                for rank in range(dp.size)
+            ],
+            dp,
+            empty,
+        )
+        for piece in self.pieces:
+            if piece.kept[dp.rank]:
+                yield piece, next(queues[piece.owner.dp])
 
 
 def _numel(piece: MatrixShard) -> int:

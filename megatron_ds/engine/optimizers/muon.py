@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain, cycle, islice, repeat
 from typing import Any
 
 import torch
@@ -13,29 +15,78 @@ from torch.optim import AdamW
 from megatron_ds.config.options.optimizer import MUON_BATCH
 from megatron_ds.engine.optimizers.distributed_matrices import DistributedMatrices, MatrixShard
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic Newton-Schulz iteration; largest slope at zero (Jordan et al.)."""
+Coefficients = tuple[float, float, float]
+SIMPLE = ((3.4445, -4.7750, 2.0315),)
+"""The author's, with the largest slope at zero."""
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""Those of Megatron's default, one for each of five iterations (Cesista et al. 2025)."""
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""The best polynomial for each iteration (Amsel et al. 2025, the last for all further ones)."""
+SAFETY = 1.01
+"""Factor by which Polar Express shrinks singular values against rounding errors."""
 SMALLEST_NORM = 1e-7
+NEURON_EPSILON = 1e-8
 MATRICES = "is_matrix"
 """Key of parameter groups: whether Muon updates the group."""
+AVERAGE, SQUARES = "momentum_buffer", "exp_avg_sq"
+"""Names of the states of matrices."""
 
 
-def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+def iterations(coefficient_type: str, steps: int) -> list[Coefficients]:
+    """The coefficients of each Newton-Schulz iteration, by --muon-coefficient-type."""
+    if coefficient_type != "polar_express":
+        return list(islice(cycle(QUINTIC if coefficient_type == "quintic" else SIMPLE), steps))
+    *first, last = POLAR_EXPRESS
+    safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in first]
+    return list(islice(chain(safe, repeat(last)), steps))
+
+
+def orthogonalize(matrices: Tensor, steps: int, coefficient_type: str = "simple") -> Tensor:
     """Move the singular values of matrices close to 1: between about 0.7 and 1.2.
 
     Args:
         matrices: A matrix, or a stack of them [N, rows, columns], in the type of the computation.
         steps: Iterations.
+        coefficient_type: Which coefficients they have.
     """
-    a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = (matrices.mT if is_tall else matrices).reshape(-1, *sorted(matrices.shape[-2:]))
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    x = x / norms.clamp(min=SMALLEST_NORM)
-    for _ in range(steps):
+    x = x / (norms * (SAFETY if coefficient_type == "polar_express" else 1)).clamp(SMALLEST_NORM)
+    for a, b, c in iterations(coefficient_type, steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).view(matrices.shape)
+
+
+def normalize_neurons(updates: Tensor, squares: Tensor, beta: float) -> Tensor:
+    """Divide each row by the root of its second moment, at the norm of an orthogonal matrix.
+
+    Args:
+        updates: Orthogonalized matrices [N, rows, columns].
+        squares: Second moments [N, rows, 1], which are updated.
+        beta: Their decay rate.
+    """
+    squares.lerp_(updates.float().square().mean(-1, keepdim=True), 1 - beta)
+    updates = updates.float() / (squares.sqrt() + NEURON_EPSILON)
+    norms = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True)
+    factors: Tensor = math.sqrt(min(updates.shape[-2:])) / norms.clamp(SMALLEST_NORM)
+    return updates * factors
 
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -53,6 +104,11 @@ class Muon(AdamW):
         u = orthogonalize(momentum m + (1 - momentum) g), or of m without Nesterov momentum
         w = (1 - lr weight_decay) w - lr scale_factor scale(rows, columns) u
 
+    NorMuon (Li et al. 2025) divides the rows of u, the neurons, by the roots of their second
+    moments. Every element of a row has its second moment as a state, so that these are partitioned,
+    saved and resharded as the momentum. With cautious decay, only elements that u moves towards
+    zero decay.
+
     Gradients are those that DeepSpeed passes to its optimizers: averaged, unscaled and clipped. A
     parameter of several matrices, such as queries, keys and values or the experts of a rank, has
     each of them orthogonalized by itself, with its own scale.
@@ -64,8 +120,10 @@ class Muon(AdamW):
         momentum: Decay rate of the momentum.
         nesterov: Whether the update looks ahead by the gradient.
         steps: Newton-Schulz iterations.
+        coefficient_type: Their coefficients.
         scale_mode: Key of SCALES.
         scale_factor: Further factor of the update.
+        neuron_beta: Decay rate of the second moments of neurons. None: there are none.
         adamw: Arguments of AdamW; its learning rate and weight decay apply to the matrices, too.
     """
 
@@ -76,15 +134,20 @@ class Muon(AdamW):
         momentum: float,
         nesterov: bool,
         steps: int,
+        coefficient_type: str,
         scale_mode: str,
         scale_factor: float,
+        neuron_beta: float | None,
         **adamw: Any,
     ) -> None:
         super().__init__(params, **adamw)
         for group in self.param_groups:
             group.setdefault(MATRICES, False)
             group["momentum"] = momentum
-        self._nesterov, self._steps = nesterov, steps
+        self._nesterov, self._steps, self._coefficients = nesterov, steps, coefficient_type
+        self._neuron_beta = neuron_beta
+        self.is_cautious = False
+        """Whether the decay of matrices is cautious."""
         self._scale, self._scale_factor = SCALES[scale_mode], scale_factor
         self._matrices: dict[Tensor, DistributedMatrices] = {}
 
@@ -115,48 +178,72 @@ class Muon(AdamW):
                 self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        lr, momentum = group["lr"], group["momentum"]
+        lr, momentum, decay = group["lr"], group["momentum"], group["lr"] * group["weight_decay"]
+        names = [AVERAGE] if self._neuron_beta is None else [AVERAGE, SQUARES]
         for master in group["params"]:
             state = self.state[master]
             if not state:
                 # AdamW expects a number of steps in every state that is loaded.
                 state["step"] = torch.zeros((), dtype=torch.float32)
-                state["momentum_buffer"] = torch.zeros_like(master)
+                state |= {name: torch.zeros_like(master) for name in names}
             state["step"] += 1
-            state["momentum_buffer"].lerp_(master.grad, 1 - momentum)
-            master.mul_(1 - lr * group["weight_decay"])
+            state[AVERAGE].lerp_(master.grad, 1 - momentum)
+            if not self.is_cautious:
+                master.mul_(1 - decay)
 
         matrices = self._matrices[group["params"][0]]
 
+        def state_of(name: str, piece: MatrixShard) -> Tensor:
+            values: Tensor = self.state[piece.master][name].view(-1)[piece.place]
+            return values
+
         def update_of(piece: MatrixShard) -> Tensor:
-            master = piece.master
-            average = self.state[master]["momentum_buffer"].view(-1)[piece.place]
+            average = state_of(AVERAGE, piece)
             if self._nesterov:
-                assert master.grad is not None
-                average = master.grad.view(-1)[piece.place].lerp(average, momentum)
-            return matrices.prepare(average)
+                assert piece.master.grad is not None
+                average = piece.master.grad.view(-1)[piece.place].lerp(average, momentum)
+            return average
 
-        for piece, update in matrices.map(update_of, self._orthogonalize):
+        averages, squares = matrices.collect(update_of), None
+        if self._neuron_beta is not None:
+            squares = matrices.collect(partial(state_of, SQUARES), torch.float32)
+        updates = self._updates(averages, squares, matrices.owned)
+        for piece, update in matrices.distribute(updates):
             weights = piece.master.view(-1)[piece.place]
+            if self.is_cautious:
+                weights.addcmul_(weights, (update * weights >= 0).to(weights), value=-decay)
             weights.add_(update.to(weights), alpha=-lr)
+        for piece, values in matrices.distribute(squares, torch.float32) if squares else ():
+            state_of(SQUARES, piece).copy_(values)
 
-    def _orthogonalize(self, shards: list[Tensor], pieces: Sequence[MatrixShard]) -> list[Tensor]:
+    def _updates(
+        self, averages: list[Tensor], squares: list[Tensor] | None, pieces: Sequence[MatrixShard]
+    ) -> list[Tensor]:
         """The scaled update of each matrix that the parameters stack or fuse.
 
         Matrices of one shape are computed together: one of a small model does not fill a device.
+
+        Args:
+            averages: What is orthogonalized, of each of the pieces.
+            squares: Second moments, which are updated; None without them.
+            pieces: Parameters.
         """
-        updates = [torch.empty_like(shard) for shard in shards]
-        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        for shard, update, piece in zip(shards, updates, pieces, strict=True):
-            sizes = piece.sections or (shard.shape[-2],)
-            for pair in zip(shard.split(sizes, -2), update.split(sizes, -2), strict=True):
-                stacks = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in pair)
-                by_shape.setdefault(pair[0].shape[-2:], []).extend(zip(*stacks, strict=True))
-        for shape, pairs in by_shape.items():
+        updates = [torch.empty_like(average) for average in averages]
+        by_shape: dict[tuple[int, ...], list[tuple[Tensor, ...]]] = {}
+        for piece, *tensors in zip(pieces, averages, updates, squares or updates, strict=True):
+            sizes = piece.sections or (tensors[0].shape[-2],)
+            for parts in zip(*(tensor.split(sizes, -2) for tensor in tensors), strict=True):
+                stacks = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in parts)
+                by_shape.setdefault(parts[0].shape[-2:], []).extend(zip(*stacks, strict=True))
+        for shape, rows in by_shape.items():
             scale = self._scale_factor * self._scale(*shape)
             count = max(1, MUON_BATCH // math.prod(shape))
-            for start in range(0, len(pairs), count):
-                matrices, results = zip(*pairs[start : start + count], strict=True)
-                values = orthogonalize(torch.stack(matrices), self._steps).mul_(scale)
-                torch._foreach_copy_(results, list(values))
+            for start in range(0, len(rows), count):
+                matrices, results, moments = zip(*rows[start : start + count], strict=True)
+                values = orthogonalize(torch.stack(matrices), self._steps, self._coefficients)
+                if self._neuron_beta is not None:
+                    second = torch.stack([moment[:, :1] for moment in moments])
+                    values = normalize_neurons(values, second, self._neuron_beta)
+                    torch._foreach_copy_(moments, list(second.expand_as(values)))
+                torch._foreach_copy_(results, list(values.mul_(scale)))
         return updates

@@ -233,14 +233,17 @@ def _engine_settings(facts: BannerData) -> Lines:
         tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
         coefficients = (
             f"momentum {settings.momentum:g}, on {settings.orthogonalized} matrices "
-            f"({_elements(matrices)}); AdamW on {(tensors - matrices).total()} other parameters "
+            f"({_elements(matrices)}), {options.muon_coefficient_type} coefficients"
+            f"{', second moments of neurons' if options.normuon else ''}; "
+            f"AdamW on {(tensors - matrices).total()} other parameters "
             f"({_elements(tensors - matrices)}), {coefficients}"
         )
     decay = " or ".join(f"{value:g}" for value in settings.weight_decay)
+    cautious = "cautious " if in_effect(options).cautious_weight_decay else ""
     decoupled = "" if options.decoupled_lr is None else f" (decoupled {options.decoupled_lr:g})"
     optimizer = (
         f"{settings.optimizer}, {coefficients}, learning rate "
-        f"{options.lr:g}{decoupled}, weight decay {decay}, "
+        f"{options.lr:g}{decoupled}, {cautious}weight decay {decay}, "
         f"gradient clipping {settings.clip_grad:g}"
     )
     groups = [("" if index else "groups", line) for index, line in enumerate(_groups(facts))]

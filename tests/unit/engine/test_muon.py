@@ -5,25 +5,29 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_ds.engine.optimizers import muon
 from megatron_ds.engine.optimizers.build import client_optimizer
+from megatron_ds.engine.optimizers.cautious_decay import decay_cautiously
 from megatron_ds.engine.optimizers.distributed_matrices import (
     DistributedMatrices,
     MatrixShard,
     Owner,
     assign_owners,
 )
-from megatron_ds.engine.optimizers.muon import Muon, orthogonalize
+from megatron_ds.engine.optimizers.muon import QUINTIC, Muon, iterations, orthogonalize
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.weights import ShardSpec
 from tests.observed import Observed
 from tests.problems import raises_problem
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
+DEFAULTS = {"coefficient_type": "simple", "neuron_beta": None}
+DEFAULTS |= {"scale_mode": "spectral", "scale_factor": 0.2}
 
 
 def piece_of(weight: torch.nn.Parameter, sections: tuple[int, ...]) -> MatrixShard:
@@ -33,7 +37,7 @@ def piece_of(weight: torch.nn.Parameter, sections: tuple[int, ...]) -> MatrixSha
     return MatrixShard(shape, ShardSpec(0, sections), weight, place, whole, whole, Owner(0, 0))
 
 
-def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **scale: float) -> Muon:
+def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **scale: Any) -> Muon:
     mesh = Mesh.single()
     optimizer = Muon(
         [{"params": [weight], "is_matrix": True}],
@@ -43,7 +47,7 @@ def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **sc
         momentum=0.9,
         nesterov=True,
         steps=5,
-        **{"scale_mode": "spectral", "scale_factor": 0.2, **SETTINGS, **scale},
+        **{**DEFAULTS, **SETTINGS, **scale},
     )
     pieces = [piece_of(weight, sections or (len(weight),))]
     optimizer.attach([DistributedMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])
@@ -84,6 +88,21 @@ def test_singular_values_come_close_to_one() -> None:
     values = torch.linalg.svdvals(orthogonalize(matrix, 5))
     assert values.min() > 0.6
     assert values.max() < 1.3
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "steps", "smallest", "error"),
+    [("quintic", 5, 0.02, 0.2), ("polar_express", 5, 0.02, 0.15), ("polar_express", 9, 1e-3, 1e-3)],
+)
+def test_coefficients_of_each_iteration_bring_singular_values_closer_to_one(
+    coefficients: str, steps: int, smallest: float, error: float
+) -> None:
+    values = torch.cat([torch.ones(1), torch.logspace(math.log10(smallest), 0, 40)])
+    values = values.double() / values.norm()
+    result = torch.linalg.svdvals(orthogonalize(values.diag(), steps, coefficients))
+    assert (result - 1).abs().max() < error
+    if coefficients == "quintic":
+        assert iterations("quintic", 7) == [*QUINTIC, *QUINTIC[:2]]
 
 
 def test_fused_matrices_are_orthogonalized_and_scaled_by_themselves() -> None:
@@ -133,6 +152,26 @@ def test_matrices_of_one_shape_are_updated_together_as_each_by_itself(
         torch.testing.assert_close(found[rows], expected)
     # Two batches of two matrices [16, 12] and one of three [4, 12], with five iterations.
     assert products.count(torch.ops.aten.baddbmm) == 3 * 5 * 2
+
+
+def test_neurons_are_normalized_by_their_second_moments() -> None:
+    """Claim (precision): NorMuon's update, with cautious weight decay, is that of its paper"""
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
+    options = {"neuron_beta": 0.8, "weight_decay": 0.5}
+    optimizer = muon_of(torch.nn.Parameter(start.clone()), dtype=torch.float32, **options)
+    decay_cautiously(optimizer)
+    found = stepped(optimizer, 2)
+    generator = torch.Generator().manual_seed(5)
+    momentum, second, weight = torch.zeros(6, 4), torch.zeros(6, 1), start.clone()
+    for _ in range(2):
+        gradient = torch.randn(6, 4, generator=generator)
+        momentum = 0.9 * momentum + 0.1 * gradient
+        update = orthogonalize(0.9 * momentum + 0.1 * gradient, 5)
+        second = 0.8 * second + 0.2 * update.square().mean(1, keepdim=True)
+        update = update / (second.sqrt() + 1e-8)
+        update *= 0.2 * 24**0.5 / update.norm()
+        weight = weight - 0.02 * (update + 0.5 * weight * (update * weight >= 0))
+    torch.testing.assert_close(found, weight)
 
 
 def test_unit_rms_scale_follows_the_aspect_ratio() -> None:

@@ -317,6 +317,9 @@ def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
     matrices = model_spec(config().model).elements(keep=is_matrix)
     assert full - muon.device["moments"] == pytest.approx(4 * matrices / 4, abs=4)
     assert muon.reduction > states(2).reduction
+    normuon = states(2, has_matrix_updates=True, has_neuron_moments=True)
+    assert normuon.device["moments"] == full
+    assert normuon.reduction > muon.reduction
 
 
 def test_gradients_of_zero1_are_not_partitioned() -> None:

@@ -1,0 +1,50 @@
+"""Cautious weight decay (Chen et al. 2025) of elementwise optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from megatron_ds.engine.optimizers.lion import CHUNK
+from megatron_ds.engine.optimizers.muon import MATRICES, Muon
+
+
+def decay_cautiously(optimizer: Optimizer) -> None:
+    """Make AdamW or Lion decay only the elements of weights that its update moves towards zero.
+
+    The sign of the update is that of the momentum with the current gradient, so the decay is
+    applied before the step, which then has none. Muon decays its matrices itself.
+    """
+    decays: list[tuple[dict[str, Any], float]] = []
+    """Groups without their decay during a step."""
+
+    def decay(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            amount, beta = group["lr"] * group["weight_decay"], group["betas"][0]
+            if not amount or group.get(MATRICES):
+                continue
+            decays.append((group, group["weight_decay"]))
+            group["weight_decay"] = 0.0
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                average = optimizer.state.get(parameter, {}).get("exp_avg")
+                if average is None:  # the first step
+                    average = parameter.grad
+                tensors = (parameter.data, parameter.grad, average)
+                flat = (tensor.view(-1).split(CHUNK) for tensor in tensors)
+                for weights, gradient, momentum in zip(*flat, strict=True):
+                    update = momentum.to(gradient.dtype).lerp(gradient, 1 - beta)
+                    is_shrunk = (update * weights >= 0).to(weights)
+                    weights.addcmul_(weights, is_shrunk, value=-amount)
+
+    def restore(*_: Any) -> None:
+        for group, value in decays:
+            group["weight_decay"] = value
+        decays.clear()
+
+    if isinstance(optimizer, Muon):
+        optimizer.is_cautious = True
+    optimizer.register_step_pre_hook(decay)
+    optimizer.register_step_post_hook(restore)
