@@ -290,7 +290,7 @@ def _start(variables: Mapping[str, str], flags: Sequence[str], folder: Path, res
         def train(config: Config, inputs: preflight.RunInputs, *rest: object) -> int:
             config = config.with_vocab(inputs.tokenizer.vocab_size)
             datasets = build_datasets(
-                inputs.data,
+                inputs.data[0],
                 seq_length=config.model.seq_length,
                 seed=config.runtime.seed,
                 num_samples=schedules.planned_samples(config, int(variables["WORLD_SIZE"])),

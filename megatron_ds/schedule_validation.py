@@ -12,6 +12,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import exclusive_problem, in_effect
 from megatron_ds.config.options.schedule import ENDLESS_STYLES, SCHEDULE_LENGTHS
 from megatron_ds.config.problems import Problem, with_value
+from megatron_ds.config.stages import by_stage
 from megatron_ds.schedules import ScheduleLength, in_lr_units
 
 
@@ -21,6 +22,9 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
     Args:
         dp_size: Data-parallel size; 0 if unknown.
     """
+    if config.schedule.stages:
+        yield from by_stage(config, lambda stage: problems(stage, dp_size))
+        return
     schedule, lr = in_effect(config.schedule), config.optimizer.lr
     for name in ("lr_warmup_init", "min_lr"):
         if getattr(schedule, name) > lr:
@@ -46,6 +50,9 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
 
 def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
     """Warn of effects of a valid schedule that the user may not expect."""
+    if config.schedule.stages:
+        yield from by_stage(config, lambda stage: warnings(stage, dp_size))
+        return
     if not _is_countable(config, dp_size):
         return
     schedule, run = config.schedule, schedules.run_totals(config, dp_size)

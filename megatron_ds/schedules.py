@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -229,15 +229,12 @@ def run_totals(config: Config, dp_size: int, state: TrainState = INITIAL_STATE) 
     return total
 
 
-def tokens_left(config: Config, dp_size: int, state: TrainState) -> int:
-    """Tokens from `state`, after a step, to the end of the run or the next --exit-interval."""
-    left = total_iterations(config, dp_size, state) - state.iteration
-    if config.stopping.exit_interval is not None:
-        left = min(left, -state.iteration % config.stopping.exit_interval)
+def tokens_of_steps(segments: Iterable[ConstantSegment], count: int) -> int:
+    """Tokens of the first `count` steps."""
     tokens = 0
-    for steps, batch_size, length in constant_segments(config, dp_size, state):
-        tokens += min(steps, left) * batch_size * length
-        left -= min(steps, left)
+    for steps, batch_size, length in segments:
+        tokens += min(steps, count) * batch_size * length
+        count -= min(steps, count)
     return tokens
 
 

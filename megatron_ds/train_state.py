@@ -13,6 +13,12 @@ STEP, COMMUNICATION = "step", "communication"
 """Names of times: of an entire step, and of its collectives."""
 
 
+STAGE_COUNTERS = (
+    *("iteration", "consumed_samples", "consumed_tokens", "applied_samples", "applied_tokens"),
+)
+"""Counters of the run that also count from the start of a stage."""
+
+
 class SpikeLimits(NamedTuple):
     """The largest loss and gradient norm with which a step is applied."""
 
@@ -100,6 +106,10 @@ class TrainState:
     """Losses of the last steps, skipped spikes included; empty without --skip-loss-spikes."""
     recent_norms: tuple[float, ...] = ()
     """Gradient norms of the same steps."""
+    stage: int = 0
+    """Position of the current stage in --stages."""
+    stage_start: tuple[int, ...] = (0,) * len(STAGE_COUNTERS)
+    """STAGE_COUNTERS before its first step."""
 
     def advance(self, plan: StepPlan, result: StepResult) -> TrainState:
         """The state after a step. A skipped step advances the consumed counters only."""
@@ -120,7 +130,22 @@ class TrainState:
             skipped_iterations=self.skipped_iterations + 1 - applied,
             recent_losses=losses,
             recent_norms=norms,
+            stage=self.stage,
+            stage_start=self.stage_start,
         )
+
+    @property
+    def of_stage(self) -> TrainState:
+        """The state whose counters begin with the current stage."""
+        starts = zip(STAGE_COUNTERS, self.stage_start, strict=True)
+        counts = {name: getattr(self, name) - start for name, start in starts}
+        return dataclasses.replace(self, **counts)
+
+    def next_stage(self) -> TrainState:
+        """The state before the first step of the next stage, whose losses may be others."""
+        start = tuple(getattr(self, name) for name in STAGE_COUNTERS)
+        following = dataclasses.replace(self, stage=self.stage + 1, stage_start=start)
+        return dataclasses.replace(following, recent_losses=(), recent_norms=())
 
     def restarted(self) -> TrainState:
         """The state of --reset-iteration: at iteration 0, before the first sample.
@@ -130,7 +155,9 @@ class TrainState:
         return TrainState(applied_samples=self.applied_samples, applied_tokens=self.applied_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        later = {} if self.stage else {"stage", "stage_start"}
+        return {name: value for name, value in values.items() if name not in later}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
@@ -144,11 +171,14 @@ class TrainState:
         """
         names = {item.name for item in dataclasses.fields(cls)}
         recent = {name for name in names if name.startswith("recent_")}
-        if not names - recent - {"applied_tokens"} <= set(values) <= names:
+        optional = recent | {"applied_tokens", "stage", "stage_start"}
+        if not names - optional <= set(values) <= names:
             raise user_error(
                 "train-state-keys-differ", found=sorted(values), expected=sorted(names)
             )
-        parsed: dict[str, Any] = {name: int(values[name]) for name in values.keys() - recent}
+        lists = recent | {"stage_start"}
+        parsed: dict[str, Any] = {name: int(values[name]) for name in values.keys() - lists}
+        parsed |= {name: tuple(map(int, values[name])) for name in values.keys() & {"stage_start"}}
         parsed |= {name: tuple(map(float, values[name])) for name in values.keys() & recent}
         state = cls(**parsed)
         if "applied_tokens" in values or state.consumed_samples <= 0:

@@ -26,11 +26,9 @@ from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
 from megatron_ds.loading.plan import model_options
 from megatron_ds.planning import plan_report
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
-from megatron_ds.planning.plan import make_plan
 from megatron_ds.planning.settings import (
     Completed,
     completed,
-    planned_tokens,
     with_values,
     without_tokenizer,
 )
@@ -190,17 +188,19 @@ def _work(options: Options, training: Sequence[str]) -> None:
         training, world_size=options.world_size, complete=complete, program="plan.py"
     )
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
-    config = config.with_vocab(tokenizer.vocab_size)
     world_size = config.runtime.dry_run or options.world_size
+    stages = plan_report.StagePlans.of(config.with_vocab(tokenizer.vocab_size), world_size, device)
+    config = stages.largest.config
     (settings,) = completions
     samples, assumed = settings.samples, settings.assumed
     layouts = suggest(config, world_size, device, samples) if options.suggest or samples else None
-    plan = layouts[0].plan if layouts and samples else make_plan(config, world_size, device)
-    tokens = options.tokens or planned_tokens(config, plan.samples)
+    plan = layouts[0].plan if layouts and samples else stages.largest
+    tokens = options.tokens or stages.planned_tokens(plan.samples)
     if options.print_json:
-        print(json.dumps(plan_report.as_json(plan, tokens, layouts or (), assumed), indent=1))
+        values = plan_report.as_json(plan, tokens, layouts or (), assumed)
+        print(json.dumps(values | {"stages": stages.values()}, indent=1))
     else:
-        print(plan_report.text(plan, tokens, layouts, assumed), end="")
+        print(stages.text() + plan_report.text(plan, tokens, layouts, assumed), end="")
     if options.plot is not None:
         plan_report.draw_memory(plan, Path(options.plot))
 

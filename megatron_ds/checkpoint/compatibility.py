@@ -26,6 +26,7 @@ from megatron_ds.config.options.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.options.optimizer import EIGHT_BIT
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, default_flag, option
+from megatron_ds.config.stages import stage_names
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
 from megatron_ds.engine.ds_config.generate import PARTITION_KEYS
 from megatron_ds.tokenizer import TokenizerFingerprint
@@ -64,6 +65,9 @@ class Change(NamedTuple):
 
 def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> list[Problem]:
     """The settings of a run that contradict the checkpoint it would resume from."""
+    if changed := _changed_stages(checkpoint, config):
+        return changed
+    config = _in_stage_of(checkpoint, config)
     run, settings = checkpoint.run, config.to_dict()
     layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
     path, fixed = checkpoint.path, CHANGEABLE_FIELDS.union(VOCABULARY)
@@ -99,6 +103,25 @@ def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
         if change.name not in CHANGEABLE_BATCH_SIZES and (change.name != "split" or both_split)
     ]
     return problems
+
+
+def _changed_stages(checkpoint: Checkpoint, config: Config) -> list[Problem]:
+    """Whether the run lacks the stage of the checkpoint, or had others before it."""
+    count, now = checkpoint.run.state.stage + 1, stage_names(config)
+    try:
+        saved = stage_names(saved_config(checkpoint))[:count]
+    except (TypeError, ValueError, LookupError):  # values of wrong types
+        saved = []
+    is_same = len(now) >= count and (saved or now[:count]) == now[:count]
+    if is_same or not now or config.checkpoint.is_new_run:
+        return []
+    values = {"saved": ", ".join(saved) or "no stages", "now": ", ".join(now[:count])}
+    return [Problem("resume-stages-changed", path=checkpoint.path, **values)]
+
+
+def _in_stage_of(checkpoint: Checkpoint, config: Config) -> Config:
+    """The configuration of the run in the stage of the checkpoint, from which it continues."""
+    return config.in_stage(0 if config.checkpoint.is_new_run else checkpoint.run.state.stage)
 
 
 def rope_fields(*models: ModelConfig) -> frozenset[str]:
@@ -166,6 +189,7 @@ def changed_settings(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
     """Warnings of the changed settings that a resume allows and that affect training."""
     if config.checkpoint.finetune:
         return []
+    config = _in_stage_of(checkpoint, config)
     path, saved, now = checkpoint.path, checkpoint.run.data_order, DataOrder.of(config, dp_size)
     model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
     changes = [

@@ -67,6 +67,7 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> ParallelLayout:
+        config = config.in_stage(0)  # all stages have the same
         return cls(
             tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
             data_parallel_size=dp_size,

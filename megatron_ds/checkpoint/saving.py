@@ -185,11 +185,14 @@ class Saving(RunCheckpoints):
         estimate = self.ranks.total(count) * BYTES_PER_PARAMETER[has_optimizer]
         run = None
         if self.ranks.rank == 0:
+            # Tools read the values of the stage; a resume also needs the names of the stages.
+            config = self.config.in_stage(state.stage)
+            stages = {"stages": self.config.schedule.stages}
             run = RunRecord(
                 state=state,
-                config=self.config.to_dict(),
-                layout=ParallelLayout.of(self.config, self.mesh.dp.size),
-                data_order=DataOrder.of(self.config, self.mesh.dp.size),
+                config=config.with_values(stages).to_dict(),
+                layout=ParallelLayout.of(config, self.mesh.dp.size),
+                data_order=DataOrder.of(config, self.mesh.dp.size),
                 shards={
                     name: ShardRecord(spec.dim, spec.sections, spec.parts)
                     for name, spec in specs.items()

@@ -67,10 +67,14 @@ def build_config(
     Returns:
         The configuration and every problem found; without problems the run can start.
     """
-    line = scan(argv, training_flags())
-    files = config_file.read(line.values.get("config", ()), training_flags())
+    table = training_flags()
+    line = scan(argv, table)
+    files = config_file.read(line.values.get("config", ()), table)
     if (preset := line.values.get("preset", files.values.get("preset"))) in presets.PRESETS:
         files = _with_preset(preset, line.values)
+    if config_file.STAGES in line.values:
+        entries = line.values[config_file.STAGES]
+        line.values[config_file.STAGES] = config_file.read_stages(entries, table, files)
     for warning in (*line.warnings, *files.warnings):
         warn(warning)
     config: Config = build(Config(), line.implied | files.values | line.values)

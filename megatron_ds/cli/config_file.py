@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_ds.cli.flags import Flag, FlagTable, dashed
 from megatron_ds.cli.scan import ParsedLine, Scanner
 from megatron_ds.config.problems import Problem
+from megatron_ds.config.stages import CHANGEABLE, NAME, to_entry
 from megatron_ds.config.yaml_file import DEFAULTS, NOT_WRITTEN
 
 if TYPE_CHECKING:
     from yaml.nodes import Node
 
+STAGES = "stages"
+"""The field whose values have keys of their own."""
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NULL = ("", "~", "null")
 MOST_VALUES = 100_000
@@ -63,6 +66,21 @@ def read(paths: Sequence[str], table: FlagTable) -> ConfigFiles:
         files.given |= reader.values.keys()
         files.origins |= {name: reader.origin(name) for name in reader.values}
     return files
+
+
+def read_stages(entries: Sequence[str], table: FlagTable, files: ConfigFiles) -> tuple[str, ...]:
+    """Reads --stages of a command line, in YAML as in a file, into its value."""
+    import yaml
+
+    reader = _Reader(table.by_field[STAGES].label, table, files)
+    try:
+        nodes = [yaml.compose(entry, Loader=yaml.BaseLoader) for entry in entries]
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        files.problems.append(Problem("stages-unreadable", STAGES, reason=reason))
+        files.unreadable.add(STAGES)
+        return ()
+    return tuple(reader.stages(nodes))
 
 
 class _Reader:
@@ -134,6 +152,10 @@ class _Reader:
             if flag is not None and flag.field:
                 self._lines[flag.field] = line_number
             before = len(line.problems)
+            if flag is not None and flag.field == STAGES and value.value not in NULL:
+                nodes = value.value if isinstance(value.value, list) else [value]
+                direct[STAGES] = tuple(self.stages(nodes))
+                continue
             words = self._words(flag, key, value)
             if words == [] and flag is not None and flag.nargs == "*":
                 direct[flag.field] = ()
@@ -155,6 +177,24 @@ class _Reader:
         files.warnings += [warning.with_prefix(prefix) for warning in line.warnings]
         files.unreadable |= line.unreadable
         return line
+
+    def stages(self, items: Sequence[Node]) -> Iterator[str]:
+        """The entries of --stages, whose keys are those of a file."""
+        import yaml
+
+        for index, item in enumerate(items, 1):
+            if not isinstance(item, yaml.MappingNode):
+                self._report(item, Problem("stage-no-mapping", STAGES))
+                self._files.unreadable.add(STAGES)
+                continue
+            reader = _Reader(self._path, self._table, self._files)
+            entries = [entry for entry in item.value if entry[0].value != NAME]
+            names = [str(node.value) for key, node in item.value if key.value == NAME]
+            values = reader._scan(entries).values
+            for name in [name for name in values if name not in CHANGEABLE]:
+                self._report(item, Problem("stage-setting-fixed", name, STAGES))
+                del values[name]
+            yield to_entry(names[0] if names else str(index), values)
 
     def _words(self, flag: Flag | None, key: Node, value: Node) -> list[str] | bool | None:
         """The arguments of a key's flag; False for a switch that is off, None for no value."""

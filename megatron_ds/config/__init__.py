@@ -8,12 +8,14 @@ options at once. Knows no torch, no argparse and no environment variable.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ds.config import stages
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import field_problems, in_effect, ineffective, option_fields
 from megatron_ds.config.model.model import ModelConfig
@@ -104,6 +106,9 @@ class Config:
         Returns:
             Every problem; empty if the run can start.
         """
+        if self.schedule.stages:
+            of_stages = stages.by_stage(self, lambda stage: stage.problems(world_size))
+            return [*stages.problems(self), *of_stages]
         by_group = {name: list(field_problems(getattr(self, name), self.given)) for name in GROUPS}
         infinite = [
             item for problems in by_group.values() for item in problems if item.code == "not-finite"
@@ -155,6 +160,9 @@ class Config:
 
     def warnings(self) -> Iterator[Problem]:
         """Warn of flags, and of values of the DeepSpeed file, that have no effect."""
+        if self.schedule.stages:
+            yield from stages.by_stage(self, Config.warnings)
+            return
         for group in (getattr(self, name) for name in GROUPS):
             changed = {
                 item.name
@@ -192,6 +200,22 @@ class Config:
             options = groups.get(group, getattr(self, group))
             groups[group] = dataclasses.replace(options, **{name: value})
         return dataclasses.replace(self, **groups)
+
+    @functools.cached_property
+    def stage_configs(self) -> tuple[Config, ...]:
+        """The configuration of each stage; without --stages, this one alone."""
+        return stages.resolved(self)
+
+    def in_stage(self, index: int) -> Config:
+        """The configuration in a stage, by its position; without --stages, this one."""
+        return self.stage_configs[index] if self.schedule.stages else self
+
+    @property
+    def lengths_vary(self) -> bool:
+        """Whether the steps of the run have sequences of several lengths."""
+        lengths = {stage.model.seq_length for stage in self.stage_configs}
+        configs = (stage.schedule for stage in self.stage_configs)
+        return len(lengths) > 1 or any(item.curriculum_seqlen is not None for item in configs)
 
     def final_global_batch_size(self, dp_size: int) -> int:
         """Samples per optimizer step at the end of the run."""

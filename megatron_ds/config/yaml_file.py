@@ -5,11 +5,13 @@ Keys are flags without dashes. The mapping `defaults` has the values that no fla
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.config.fields import option_fields
+from megatron_ds.config.stages import NAME
 
 FILE_NAME = "config.yaml"
 DEFAULTS = "defaults"
@@ -17,6 +19,9 @@ DEFAULTS = "defaults"
 END = "\n...\n"
 """End marker that YAML writes after a document with a single value."""
 NOT_WRITTEN = frozenset({"config", "print_config", "dry_run"})
+_DEFAULTS = {
+    item.name: item.default for group in GROUPS.values() for item, _ in option_fields(group)
+}
 HEADER = """\
 # Settings of pretrain_gpt.py, which --config reads; flags of the command line override them.
 """
@@ -55,12 +60,25 @@ def entries(group: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
         value = getattr(group, item.name)
         if item.name in NOT_WRITTEN or value != value:  # NaN: a required flag that is not given
             continue
-        if isinstance(value, bool):
-            # The flag of a value that is True by default turns it off.
-            value = value is not (item.default is True)
+        if item.name == "stages":
+            value = tuple(_stage(entry) for entry in value)
         elif isinstance(value, range):
             value = f"{value.start}-{value[-1]}"
-        yield item.name, (flag_of(item.name).removeprefix("--"), value)
+        yield item.name, _entry(item.name, value)
+
+
+def _entry(field: str, value: Any) -> tuple[str, Any]:
+    """Key and value of a field."""
+    if isinstance(value, bool):
+        # The flag of a value that is True by default turns it off.
+        value = value is not (_DEFAULTS[field] is True)
+    return flag_of(field).removeprefix("--"), value
+
+
+def _stage(entry: str) -> dict[str, Any]:
+    """An entry of --stages with flags as keys."""
+    values = json.loads(entry)
+    return {NAME: values.pop(NAME)} | dict(_entry(*item) for item in values.items())
 
 
 def _lines(values: dict[str, Any]) -> Iterator[str]:
@@ -69,6 +87,10 @@ def _lines(values: dict[str, Any]) -> Iterator[str]:
     for key, value in values.items():
         plain = list(value) if isinstance(value, tuple) else value
         text = yaml.safe_dump(
-            plain, default_flow_style=True, width=float("inf"), allow_unicode=True
+            plain,
+            default_flow_style=True,
+            width=float("inf"),
+            allow_unicode=True,
+            sort_keys=False,
         )
         yield f"{key}: {text.removesuffix(END)}\n" if text.endswith(END) else f"{key}: {text}"

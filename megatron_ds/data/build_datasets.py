@@ -7,6 +7,7 @@ ranks and no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,7 @@ def build_datasets(
     fallback_cache: str | None = None,
     history: BlendHistory | None = None,
     consumed: int = 0,
+    stage: str = "",
 ) -> Datasets:
     """Builds the datasets of train, valid and test, with their indexes cached on disk.
 
@@ -117,6 +119,7 @@ def build_datasets(
         fallback_cache: Folder for the indexes if the folder of the data is not writable.
         history: Blend history of the run that is resumed.
         consumed: Its consumed samples. If the blend has changed, the new one begins there.
+        stage: Name of the run's stage, for the usage of the files.
 
     Raises:
         UserError: If a flag is invalid, a file is damaged, or a split has no tokens.
@@ -141,9 +144,8 @@ def build_datasets(
         raise user_error("no-training-data")
     files.cache.release()
     changes = describe_change(history, progress.history) if history and progress else []
-    return Datasets(
-        train, others["valid"], others["test"], tuple(builder.usage), progress, tuple(changes)
-    )
+    usage = tuple(dataclasses.replace(file, stage=stage) for file in builder.usage)
+    return Datasets(train, others["valid"], others["test"], usage, progress, tuple(changes))
 
 
 def exact_train_samples(files: DataFiles, seq_length: int, epochs: int) -> int:

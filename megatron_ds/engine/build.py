@@ -87,6 +87,10 @@ def build_engine(
             the tokenizer lacks an end-of-document token that is needed, or if the engine does not
             have the configured settings.
     """
+    run, decay = config, config.optimizer.weight_decay
+    # The engine is the same in whatever stage a process starts, and so are the factors of its
+    # parameter groups, which are relative to the weight decay.
+    config = run.in_stage(0).with_values({"weight_decay": decay})
     mesh = mesh.of_model(sequence_parallel=config.parallel.sequence_parallel)
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     # What DeepSpeed and torch import is changed before anything is built.
@@ -95,7 +99,7 @@ def build_engine(
     deepspeed_patches.limit_parameter_prefetch()
     _validate_with_deepspeed(ds_config, Mpu(mesh), config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
-    attention, missing = _attention_options(config, mesh, device, _packing_options(config, eod))
+    attention, missing = _attention_options(run, mesh, device, _packing_options(config, eod))
     build_cpp_ops(cpp_ops(ds_config))
     build = partial(_build_model, config, mesh, rng, attention, init_weights, parts)
     with _swap_folder(config, ds_config) as swap_folder:
@@ -103,7 +107,8 @@ def build_engine(
         warnings = [*_notes(config, model, device), *missing]
         engine, multipliers = _initialize(config, mesh, ds_config, module)
     if not _is_deepcompiled(ds_config):
-        warnings.append(_compile(model, config, mesh, device))
+        lengths_vary = run.lengths_vary
+        warnings.append(_compile(model, config, mesh, device, lengths_vary=lengths_vary))
     _correct(engine, model, mesh, ds_config, device)
     built = EngineParts(
         engine,
@@ -237,13 +242,14 @@ def _build_model(
     )
 
 
-def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) -> Problem | None:
+def _compile(
+    model: GPTModel, config: Config, mesh: Mesh, device: torch.device, *, lengths_vary: bool
+) -> Problem | None:
     """Compile the layers, or on an accelerator at least their elementwise parts. Collective.
 
     Returns:
         Why nothing, or less than by default, is compiled on any rank.
     """
-    lengths_vary = config.schedule.curriculum_seqlen is not None
     if config.runtime.compile:
         model.compile_layers(lengths_vary=lengths_vary)
     if config.runtime.compile or config.runtime.no_compile:
@@ -378,14 +384,14 @@ def _attention_options(
 ) -> tuple[AttentionOptions, list[Problem]]:
     """Returns the attention backends, and why a kernel is missing."""
     choice = config.runtime.attention_backend
-    lengths_vary = config.schedule.curriculum_seqlen is not None
     kernels: dict[AttentionRule, AttentionBackend] = {}
     warnings = []
-    for rule in () if is_host(device.type) else dict.fromkeys(attention_rules(config.model)):
+    rules = {rule: stage for stage in config.stage_configs for rule in attention_rules(stage.model)}
+    for rule, stage in () if is_host(device.type) else rules.items():
         kernel, warning = select_kernel(
             rule,
-            config.model,
-            config.schedule.micro_batch_size,
+            stage.model,
+            stage.schedule.micro_batch_size,
             mesh.sp_tp.size,  # shares the heads, inside attention
             _dtype(config),
             device,
@@ -394,7 +400,7 @@ def _attention_options(
         )
         kernels |= {} if kernel is None else {rule: kernel}
         warnings += [] if warning is None else [warning]
-    samples = order_of(choice, sizes_vary=lengths_vary)
+    samples = order_of(choice, sizes_vary=config.lengths_vary)
     documents = order_of(choice, sizes_vary=True)
     return AttentionOptions(samples, documents, kernels, packing), warnings
 

@@ -39,7 +39,7 @@ class PipelinePasses:
         self._device = steps.parts.device
         self._module: PipelineStage = engine.module
         self._is_folded = isinstance(engine.module, FoldedStages)
-        self._length: int | None = None
+        self._shape: torch.Size | None = None
         # All weights of a rank in one file under their canonical names, not a file per layer.
         for name in ("module_state_dict", "load_module_state_dict"):
             setattr(engine, name, partial(getattr(DeepSpeedEngine, name), engine))
@@ -61,7 +61,7 @@ class PipelinePasses:
     def train(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> Tensor:
         # Read before the first pass: data that ends must end the step of every stage.
         step_batches = list(self._steps.micro_batches(batches, plan))
-        self._set_length(plan.seq_length)
+        self._set_shape(step_batches[0][0])
         self._module.feed(partial(self._with_dropout, step_batches))
         self._engine.train_batch()
         self._release_passes()
@@ -72,7 +72,7 @@ class PipelinePasses:
         inputs = [next(batches) for _ in range(count)]
         if self._is_folded:  # a schedule needs this many; the loss of repeated ones is not added
             inputs += inputs[-1:] * (2 * self._mesh.pp.size - count)
-        self._set_length(inputs[0].tokens_BS.shape[1])
+        self._set_shape(inputs[0])
         self._module.feed(lambda: ((batch, None) for batch in inputs))
         engine, of_step = self._engine, self._engine.micro_batches
         engine.total_loss = None  # of another shape after a training step
@@ -104,11 +104,11 @@ class PipelinePasses:
             buffers[:] = [None] * len(buffers)
         self._engine.loss = None
 
-    def _set_length(self, length: int) -> None:
-        """Let the stages agree again on the shape of hidden states if the length has changed."""
-        if length != self._length:
+    def _set_shape(self, batch: DeviceBatch) -> None:
+        """Let the stages agree again on the shape of hidden states if it has changed."""
+        if batch.tokens_BS.shape != self._shape:
             self._engine.reset_activation_shape()
-            self._length = length
+            self._shape = batch.tokens_BS.shape
 
     def _load_micro_batch(self, buffer_id: int) -> None:
         """The stage reads its micro-batches; DeepSpeed passes this to the first stage's forward."""

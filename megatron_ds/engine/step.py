@@ -55,6 +55,9 @@ class StepControl:
         parts, engine, scale = self.parts, self._engine, self.loss_scale
         self._norm, self.guard = None, SpikeGuard(plan.limits, parts.device)
         self.gradients.begin_step(plan.num_micro_batches)
+        micro_batch_size = plan.global_batch_size // (plan.num_micro_batches * parts.mesh.dp.size)
+        if micro_batch_size != engine.train_micro_batch_size_per_gpu():
+            engine.set_train_micro_batch_size(micro_batch_size)
         engine.set_train_batch_size(plan.global_batch_size * parts.mesh.sp.size)
         rates = plan.lr, plan.weight_decay, plan.decoupled_lr
         set_lr_and_weight_decay(engine.optimizer.param_groups, parts.multipliers, *rates)

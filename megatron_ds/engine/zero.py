@@ -16,6 +16,7 @@ import torch
 from deepspeed.runtime.zero import register_external_parameter
 from torch import Tensor, nn
 
+from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed import nvme_states
@@ -147,6 +148,10 @@ class ZeroEngine:
         counted = packing.eod if packing is not None and packing.reset_attention else None
         device, sharing = self._parts.device, self._mesh.sp_tp
         return DeviceBatches(batches, device, sharing, document_end=counted)
+
+    def enter_stage(self, config: ModelConfig) -> None:
+        """Continue with the sequence length and the rotary positions of a stage. Local."""
+        self.model.enter_stage(config)
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         """Take one optimizer step over `plan.num_micro_batches` batches.

@@ -24,6 +24,7 @@ from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.fields import no_effect_problem
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.config.stages import fields_of_stages
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.tokenizer.stored_files import with_copies
 
@@ -159,7 +160,7 @@ def _with_model(config: Config, checkpoint: Checkpoint, warn: Warn) -> Config:
         for group in ("model", "moe")
         for name, value in checkpoint.run.config.get(group, {}).items()
         if GROUP_OF_FIELD.get(name) == group
-        and name not in TOKENIZER_FIELDS
+        and name not in TOKENIZER_FIELDS | fields_of_stages(config)
         and not (name in config.given and name in kept)
     }
     return replace_given(config, values, checkpoint.path, warn, "use_checkpoint_args")

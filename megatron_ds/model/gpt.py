@@ -21,7 +21,7 @@ from megatron_ds.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
 from megatron_ds.model.attention.cores import VARYING_SIZES, backends_in_order
 from megatron_ds.model.attention.packed import Keys, PackedBatchInfo
-from megatron_ds.model.attention.rule import AttentionRule
+from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.attention.self_attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding
@@ -285,6 +285,17 @@ class GPTModel(nn.Module):
     ) -> PackedBatchInfo | None:
         packing = self.attention.packing
         return None if packing is None else packing.find_documents(tokens_BS, max_documents)
+
+    def enter_stage(self, config: ModelConfig) -> None:
+        """Continue with another sequence length and other rotary positions.
+
+        Args:
+            config: The architecture with them.
+        """
+        self.config, rules = config, attention_rules(config)
+        self.positions.max_length = config.seq_length
+        for block in self.blocks():
+            block.rule = rules[block.layer]
 
     def compile_layers(self, *, lengths_vary: bool = False) -> None:
         """Compile each transformer layer and the loss with torch.compile (on their first call).

@@ -58,7 +58,7 @@ class PositionEncoder:
         self, config: ModelConfig, mesh: Mesh, attention: AttentionOptions = CALLERS
     ) -> None:
         self._attention = attention
-        self._max_length = config.seq_length
+        self.max_length = config.seq_length
         self._sp = mesh.sp
         shards, shard = mesh.tp.size * mesh.sp.size, mesh.tp.rank * mesh.sp.size + mesh.sp.rank
         local = config.num_attention_heads // shards
@@ -90,7 +90,7 @@ class PositionEncoder:
         start, end, positions_BS = keys.offset, keys.offset + keys.queries, keys.positions_BS
         table, local = self._rope_tables.get(rope), local_slice(keys.queries, self._sp)
         if table is None or table[0].device != keys.device or table[0].shape[0] < end:
-            table = rope_table(max(end, self._max_length), rope, keys.device)
+            table = rope_table(max(end, self.max_length), rope, keys.device)
             self._rope_tables[rope] = table
         cos, sin, is_interleaved = table
         if positions_BS is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from megatron_ds.config import Config
 from megatron_ds.config.options.schedule import SUFFIXES
 from megatron_ds.config.problems import counted, sized
 from megatron_ds.launch.output import columns
-from megatron_ds.planning.hardware import DEFAULT, HARDWARE
+from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.planning.plan import AXES, Link, Plan, make_plan
 from megatron_ds.planning.settings import planned_tokens
 from megatron_ds.planning.suggest import MARGIN, Suggestion
+from megatron_ds.run_stages import INITIAL_STATE, RunStages, RunTotals
 from megatron_ds.tokenizer import build_tokenizer
 
 GB = 1e9
@@ -58,9 +60,72 @@ def text(
 def print_plan(config: Config, world_size: int) -> None:
     """Prints the page of a run of pretrain_gpt.py on devices of the default kind."""
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
-    plan = make_plan(config.with_vocab(tokenizer.vocab_size), world_size, HARDWARE[DEFAULT])
+    stages = StagePlans.of(config.with_vocab(tokenizer.vocab_size), world_size, HARDWARE[DEFAULT])
     print(f"planned for {DEFAULT} (tools/plan.py --hardware has others)")
-    print(text(plan, planned_tokens(plan.config, plan.samples)), end="")
+    print(
+        stages.text() + text(stages.largest, stages.planned_tokens(stages.largest.samples)), end=""
+    )
+
+
+@dataclass(frozen=True)
+class StagePlans:
+    """The plans of the stages of a run; one without --stages has one plan."""
+
+    config: Config
+    """Of the run."""
+    plans: tuple[Plan, ...]
+
+    @classmethod
+    def of(cls, config: Config, world_size: int, hardware: Hardware) -> StagePlans:
+        """Plans a run; see `make_plan`."""
+        plans = (make_plan(stage, world_size, hardware) for stage in config.stage_configs)
+        return cls(config, tuple(plans))
+
+    @property
+    def largest(self) -> Plan:
+        """The plan that needs the most memory."""
+        return max(self.plans, key=lambda plan: plan.memory.peak)
+
+    def planned_tokens(self, samples: int) -> float | None:
+        """The tokens of a run with steps of so many samples, or of the stage of `largest`; None if
+        they are not given."""
+        values = self.values()
+        if values:
+            return float(values[self.plans.index(self.largest)]["tokens"])
+        return planned_tokens(self.config, samples)
+
+    def values(self) -> list[dict[str, Any]]:
+        """What the stages are, as plain values; empty without --stages."""
+        stages, before = RunStages(self.config, self.plans[0].dp_size), RunTotals(0, 0, 0)
+        result = []
+        for (name, text), plan, end in zip(
+            stages.describe(INITIAL_STATE), self.plans, stages.totals(), strict=False
+        ):
+            tokens = end.tokens - before.tokens
+            counts = {"iterations": end.iterations - before.iterations, "tokens": tokens}
+            costs = {"days": plan.days(tokens), "peak": plan.memory.peak}
+            result.append({"name": name, **counts, **costs, "text": text.partition("; ")[2]})
+            before = end
+        return result
+
+    def text(self) -> str:
+        """A table of the stages; empty without --stages."""
+        rows = [
+            (
+                item["name"],
+                f"{item['iterations']:,}",
+                _count(item["tokens"]),
+                f"{item['days']:,.3g}",
+                f"{item['peak'] / GB:.1f}",
+                item["text"],
+            )
+            for item in self.values()
+        ]
+        if not rows:
+            return ""
+        title = "stages, and below the one that needs the most memory"
+        head = ("", "iterations", "tokens", "days", "GB", "")
+        return f"{title}\n{_indented([head, *rows])}"
 
 
 def _suggestions(suggestions: Sequence[Suggestion], tokens: float | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import Config
-from megatron_ds.config.options.data import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS
+from megatron_ds.config.options.data import PER_SPLIT_DATA_FIELDS, TRAINING_DATA
 from megatron_ds.config.problems import Problem, with_flags
 from megatron_ds.engine.ds_config.fields import as_flag
 
@@ -16,7 +16,6 @@ PLANNED_RATE = 1e-4
 """Learning rate of a plan, on which nothing depends."""
 TOKENS = 2**22
 """Tokens of a step if nothing is known, as of most models with billions of parameters."""
-TRAINING_DATA = {*SPLIT_DATA_FIELDS, "per_split_data_args_path", *PER_SPLIT_DATA_FIELDS["train"]}
 OTHER_DATA = {*PER_SPLIT_DATA_FIELDS["valid"], *PER_SPLIT_DATA_FIELDS["test"]}
 
 
@@ -54,7 +53,8 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
     """
     schedule, problems, samples = config.schedule, list[Problem](), None
     filled, assumed = dict[str, Any](), dict[str, Any]()
-    if schedule.train_iters is schedule.train_samples is schedule.train_tokens is None:
+    lengths = (schedule.train_iters, schedule.train_samples, schedule.train_tokens)
+    if not any(lengths) and not schedule.stages:
         filled["train_iters"] = 1
     if config.given.isdisjoint(TRAINING_DATA):
         field = "data_path" if config.given.isdisjoint(OTHER_DATA) else "train_data_path"

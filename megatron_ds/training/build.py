@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.problems import user_error
+from megatron_ds.config.stages import stage_names
+from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.blend.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.map_dataset import MockDataset, build_own_datasets
@@ -33,6 +34,7 @@ from megatron_ds.model.layers import CustomParts
 from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import planned_memory
+from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.extensions import Extensions
@@ -120,27 +122,37 @@ def build_trainer(parts: RunParts) -> Trainer:
     """
     config, context, mesh, report = parts.config, parts.context, parts.mesh, parts.report
     eod, startup, checkpoints = parts.inputs.tokenizer.eod, parts.startup, parts.checkpoints
-    start = _find_start(parts)
-    data = _build_data(parts, start)
+    start, stages = _find_start(parts), RunStages(config, mesh.dp.size)
+    entered = stages.entered(start.state)
+    data, *later_data = _build_data(parts, start, entered)
     startup.mark("data")
     peak = device.PeakMemory()
     custom = CustomParts(parts.extensions.loss, parts.extensions.layer)
     engine = build_engine(
-        config, mesh, context.device, eod, init_weights=start.is_new, parts=custom
+        *(config, mesh, context.device, eod),
+        init_weights=start.is_new,
+        parts=custom,
     )
+    engine.enter_stage(stages.at(entered).model)
     peak.restart()  # without the trials of compiled functions, which the estimate leaves out
     startup.mark("model and engine")
     report.print_parameter_count(engine)
-    state = start.load(engine, parts)
+    state = stages.entered(start.load(engine, parts))
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
-    estimate = planned_memory(config, mesh.dp.size, context.device.type)
+    estimate = max(
+        (
+            planned_memory(stage, mesh.dp.size, context.device.type)
+            for stage in config.stage_configs
+        ),
+        key=lambda memory: memory.peak,
+    )
     about = report.print_banner(engine, state, estimate)
     last = state.iteration
     if config.evaluation.trains:
-        last = schedules.total_iterations(config, mesh.dp.size, state)
+        last = stages.total_iterations(state)
     if report.folder is not None:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
-        report.write_run_files(engine, data)
+        report.write_run_files(engine, (data, *later_data), state.stage)
         checkpoints.start_branch(start.checkpoint)
         parts.events.start(report.folder, config, state.iteration, last, context.world_size)
         parts.events.record("about", lines=about)
@@ -150,6 +162,7 @@ def build_trainer(parts: RunParts) -> Trainer:
         mesh=mesh,
         engine=engine,
         data=data,
+        later_data=later_data,
         metrics=_build_metrics(parts, engine, state, exits),
         checkpoints=checkpoints,
         exits=exits,
@@ -234,16 +247,32 @@ def times_of_ranks(engine: ZeroEngine) -> dict[str, list[float]]:
     return {name: [rank[name] for rank in times if name in rank] for name in names}
 
 
-def _build_data(parts: RunParts, start: _Start) -> Datasets:
-    """Builds the datasets, continued from a checkpoint, and prints their composition."""
-    config, inputs, save = parts.config, parts.inputs, parts.save
-    if config.evaluation.eval_only is not None:
-        return Datasets(None)
-    print_detail(config, " > building train, validation, and test datasets for GPT ...")
-    num_samples = schedules.planned_samples(config, parts.mesh.dp.size, start.state)
+def _build_data(parts: RunParts, start: _Start, entered: TrainState) -> list[Datasets]:
+    """Builds the datasets of the current stage and of the later ones, continued from a checkpoint.
+
+    The blend of a stage continues that of the one before it.
+    """
+    if parts.config.evaluation.eval_only is not None:
+        return [Datasets(None)]
+    history = None if start.checkpoint is None else start.checkpoint.run.data
+    built = list[Datasets]()
+    for before in RunStages(parts.config, parts.mesh.dp.size).starts(entered):
+        if built and built[-1].progress is not None:
+            history = built[-1].progress.history_after(before.consumed_samples)
+        built.append(_build_datasets(parts, before, history))
+    log_timestamp(parts.config, "after dataloaders are built")
+    return built
+
+
+def _build_datasets(parts: RunParts, state: TrainState, history: BlendHistory | None) -> Datasets:
+    """Builds the datasets of a stage and prints their composition."""
+    stages, inputs, save = RunStages(parts.config, parts.mesh.dp.size), parts.inputs, parts.save
+    config, num_samples = stages.at(state), stages.planned_samples(state)
+    names = stage_names(parts.config)
+    of_stage = f" for stage {names[state.stage]}" if names else " for GPT"
+    print_detail(config, f" > building train, validation, and test datasets{of_stage} ...")
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         print_detail(config, f"    {name + ':':<12}{samples}")
-    history = None if start.checkpoint is None else start.checkpoint.run.data
     own_data = parts.extensions.dataset or (MockDataset if config.data.mock_data else None)
     if own_data is not None:
         return build_own_datasets(
@@ -253,10 +282,10 @@ def _build_data(parts: RunParts, start: _Start) -> Datasets:
             num_samples=num_samples,
             tokenizer=inputs.tokenizer,
             history=history,
-            consumed=start.state.consumed_samples,
+            consumed=state.consumed_samples,
         )
     data = build_datasets(
-        inputs.data,
+        inputs.data[state.stage if names else 0],
         seq_length=config.model.seq_length,
         seed=config.runtime.seed,
         num_samples=num_samples,
@@ -264,16 +293,16 @@ def _build_data(parts: RunParts, start: _Start) -> Datasets:
         vocab_size=inputs.tokenizer.vocab_size,
         fallback_cache=None if save is None else str(save / "index-cache"),
         history=history,
-        consumed=start.state.consumed_samples,
+        consumed=state.consumed_samples,
+        stage=names[state.stage] if names else "",
     )
     lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]
     if data.progress is not None and len(data.progress.history.phases) > 1:
         lines.append(describe_blend(data.progress.history))
     for line in lines:
         output.print_on_rank(f"    {line}")
-    for line in data.changes:
+    for line in () if state.stage_start[0] == state.iteration > 0 else data.changes:
         output.print_on_rank(line)
-    log_timestamp(config, "after dataloaders are built")
     return data
 
 
@@ -283,7 +312,8 @@ def _build_metrics(
     """Metrics of this rank. The first rank, which prints the other lines of the log, prints them,
     so that lines keep their order; the last one writes files, as in Megatron."""
     config, mesh, context = parts.config, parts.mesh, parts.context
-    total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
+    stages = RunStages(config, mesh.dp.size)
+    total_iterations = stages.total_iterations(state)
     loggers: list[Logger] = []
     if context.rank == 0:
         write, hosts = output.print_on_rank, [host.name for host in context.locations.values()]
@@ -307,15 +337,13 @@ def _build_metrics(
     return Metrics(
         ThroughputModel(
             flops_per_sample=run_spec(config).flops,
-            seq_length=config.model.seq_length,
+            seq_length=stages.at(state).model.seq_length,
             world_size=context.world_size,
-            curriculum=config.schedule.curriculum_seqlen is not None,
+            curriculum=config.lengths_vary,
         ),
         log_interval=config.logging.log_interval,
         total_iterations=total_iterations,
-        seconds_left=lambda state, rate: exits.seconds_left(
-            schedules.tokens_left(config, mesh.dp.size, state) / rate
-        ),
+        seconds_left=lambda state, rate: exits.seconds_left(stages.tokens_left(state) / rate),
         mean_over_dp=functools.partial(mean_over_group, group=mesh.dp_sp, device=context.device),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         step_times=(

@@ -81,6 +81,8 @@ class Metrics:
     """Seconds until the run ends, given the state and tokens per second."""
     loggers: Sequence[Logger] = ()
     """Destinations of records; empty except on the reporting ranks."""
+    _state: TrainState = field(default_factory=TrainState, init=False)
+    """State after the last step."""
     _pending: list[_Step] = field(default_factory=list, init=False)
     _interval: list[StepRecord] = field(default_factory=list, init=False)
     _times: Mapping[str, Sequence[float]] = field(default_factory=dict, init=False)
@@ -98,6 +100,7 @@ class Metrics:
             warm_up: The duration is not representative, as of the first step of a process and of a
                 compilation: exclude the step from the throughput of its interval.
         """
+        self._state = state
         self._pending.append(_Step(state, plan, result, seconds, warm_up))
         if state.iteration % self.log_interval == 0:
             if self.step_times is not None:
@@ -226,8 +229,7 @@ class Metrics:
         rate = sum(map(workload.tokens, timed)) / seconds if timed else None
         left = None
         if rate is not None and self.seconds_left is not None:
-            state = TrainState(last.iteration, last.consumed_samples, last.consumed_tokens)
-            left = self.seconds_left(state, rate)
+            left = self.seconds_left(self._state, rate)
         return IntervalRecord(
             last=last,
             total_iterations=self.total_iterations,

@@ -31,6 +31,7 @@ from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.launch.watch.hang_watch import HangWatch
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.extensions import Callback
@@ -55,7 +56,7 @@ MICRO_BATCHES_PER_CALL = 4
 
 @dataclass
 class Trainer:
-    """A run that is ready to train. Only `state` changes."""
+    """A run that is ready to train. Only `state` changes, and with its stage the data."""
 
     config: Config
     mesh: Mesh
@@ -69,6 +70,8 @@ class Trainer:
     eod: int | None
     """Id of the end-of-document token if it is masked in the loss."""
     report: FirstStepsReport
+    later_data: Sequence[Datasets] = ()
+    """Of the stages after the current one."""
     profiling: Profiling | None = None
     callbacks: Sequence[Callback] = ()
     tasks: TaskEvaluation | None = None
@@ -81,6 +84,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.saver = Saver(self.config.checkpoint, self.checkpoints, self.engine)
         self.skips = SkippedSteps(self.config.precision, self.engine)
+        self.stages = RunStages(self.config, self.mesh.dp.size)
         self.first_iteration = self.state.iteration + 1
         self._validation: tuple[int, dict[str, MeanLoss]] = -1, {}
         self._tasks_iteration = -1
@@ -97,16 +101,14 @@ class Trainer:
 
     def _run(self) -> ExitCode:
         stop = self.exits.external_stop(self.state.iteration)
-        batches = self._train_batches()
         if self.state.iteration >= self.total_iterations and self.config.evaluation.trains:
             iteration, last = self.state.iteration, self.total_iterations
             output.warn_on_rank(Problem("run-complete", iteration=iteration, last=last))
         for callback in self.callbacks:
             callback.on_start(self.config, self.state, self.engine.module)
         log_timestamp(self.config, "before the start of training step")
-        if batches is not None:
-            stop = self._train(batches, stop)
-            batches.close()
+        if self.data.train is not None:  # not with --eval-only
+            stop = self._train(stop)
         self.metrics.flush()
         self.report.print_memory(self.state.iteration)
         if stop is None:
@@ -125,9 +127,15 @@ class Trainer:
             return ExitCode.SKIPPED_STEPS
         return ExitCode.FINISHED if stop is None else stop.code
 
-    def _train(self, batches: DeviceBatches, stop: StopDecision | None) -> StopDecision | None:
+    def _train(self, stop: StopDecision | None) -> StopDecision | None:
         """Trains until the last iteration, or until there is a reason to stop, which it returns."""
+        batches = self._train_batches()
         while self.state.iteration < self.total_iterations and stop is None:
+            entered = self.stages.entered(self.state)
+            if entered.stage != self.state.stage:
+                batches.close()
+                self._enter(entered)
+                batches = self._train_batches()
             if schedules.skipped_range(self.config, self.state.iteration + 1) is None:
                 is_first = self.state.iteration + 1 == self.first_iteration
                 with self.watch.patient() if is_first else nullcontext():
@@ -154,18 +162,26 @@ class Trainer:
             self.profiling.finish()
         with self.watch.patient():
             self.saver.finish(final=True)
+        batches.close()
         return stop
 
-    def _train_batches(self) -> DeviceBatches | None:
-        """The batches of the steps; None without training data, with --eval-only."""
-        if self.data.train is None:
-            return None
+    def _enter(self, state: TrainState) -> None:
+        """Continues with the next stage: its data, schedules, sequences and positions."""
+        self.metrics.flush()
+        self.data, *self.later_data = self.later_data
+        self.state = state
+        self.engine.enter_stage(self.stages.at(state).model)
+        self.report.enter_stage(self.stages, state)
+
+    def _train_batches(self) -> DeviceBatches:
+        """The batches of the steps of the stage."""
+        assert self.data.train is not None
         workers = self.config.data.num_workers
         return self._batches(self.data.train, self.state.consumed_samples, workers)
 
     def _step(self, batches: DeviceBatches) -> None:
         before = self.state
-        plan = schedules.plan(self.config, before, self.mesh.dp.size)
+        plan = self.stages.plan(before)
         graphs = _graph_count()
         if self.profiling is not None:
             self.profiling.before_step(plan.iteration)
@@ -192,7 +208,7 @@ class Trainer:
 
     def _skip(self, batches: DeviceBatches) -> None:
         """Skips an iteration of --skip-train-iteration-range: reads its samples."""
-        plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
+        plan = self.stages.plan(self.state)
         skipped = schedules.skipped_range(self.config, plan.iteration)
         assert skipped is not None
         for _ in range(plan.num_micro_batches):
@@ -229,7 +245,7 @@ class Trainer:
         batches = MicroBatchIterator(
             dataset,
             consumed=consumed,
-            micro_batch_size=self.config.schedule.micro_batch_size,
+            micro_batch_size=self.stages.at(self.state).schedule.micro_batch_size,
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
             num_workers=num_workers,
@@ -305,9 +321,9 @@ class Trainer:
         Returns:
             The loss, or the decision to stop that interrupted the evaluation.
         """
-        schedule, dp_size = self.config.schedule, self.mesh.dp.size
-        samples = self.config.evaluation.eval_iters * self.config.final_global_batch_size(dp_size)
-        count = samples // (schedule.micro_batch_size * dp_size)
+        config, dp_size = self.stages.at(self.state), self.mesh.dp.size
+        samples = config.evaluation.eval_iters * config.final_global_batch_size(dp_size)
+        count = samples // (config.schedule.micro_batch_size * dp_size)
         parts, num_bytes = [], list[Tensor]()
         with closing(self._batches(dataset)) as batches:
             inputs = _with_bytes(batches, self.token_bytes, num_bytes)

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.config import Config
+from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import SpikeLimits, StepResult, TrainState
 
 SEQUENCE = 10
@@ -229,12 +230,12 @@ def test_tokens_left_follow_the_batch_size_and_end_at_the_exit_interval() -> Non
     """
     rampup = {"global_batch_size": 16, "rampup_batch_size": (4, 4, 24), "train_samples": 60}
     config, state = config_with(rampup), TrainState(1, 4, 40)
-    assert schedules.tokens_left(config, 1, state) == 10 * (4 + 8 + 12 + 16 + 16)
-    assert schedules.tokens_left(config, 1, TrainState(6, 60, 600)) == 0
+    assert RunStages(config, 1).tokens_left(state) == 10 * (4 + 8 + 12 + 16 + 16)
+    assert RunStages(config, 1).tokens_left(TrainState(6, 60, 600)) == 0
     config = config.with_values({"exit_interval": 3})
-    assert schedules.tokens_left(config, 1, state) == 10 * (4 + 8)
-    assert schedules.tokens_left(config, 1, TrainState(3, 16, 160)) == 0  # the run exits here
-    assert schedules.tokens_left(config, 1, TrainState(4, 28, 280)) == 10 * (16 + 16)
+    assert RunStages(config, 1).tokens_left(state) == 10 * (4 + 8)
+    assert RunStages(config, 1).tokens_left(TrainState(3, 16, 160)) == 0  # the run exits here
+    assert RunStages(config, 1).tokens_left(TrainState(4, 28, 280)) == 10 * (16 + 16)
 
 
 def test_plan_counts_micro_batches_per_rank() -> None:

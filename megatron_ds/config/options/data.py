@@ -22,6 +22,10 @@ PER_SPLIT_DATA_FIELDS = {
     for split in ("train", "valid", "test")
 }
 """Fields that name the data of one dataset split."""
+TRAINING_DATA = frozenset(
+    (*SPLIT_DATA_FIELDS, "per_split_data_args_path", *PER_SPLIT_DATA_FIELDS["train"])
+)
+"""Fields that name training data."""
 
 EPOCHS = "train_data_exact_num_epochs"
 

@@ -100,6 +100,13 @@ class ScheduleConfig:
         nargs="*",
         metavar="START-END",
     )
+    stages: tuple[str, ...] = option_field(
+        (),
+        "stages of the run, one after the other, each as '{name: NAME, train-tokens: N, ...}': "
+        "flags without dashes, whose values replace those of the run (docs/training/stages.md)",
+        nargs="*",
+        metavar="STAGE",
+    )
     train_iters: int | None = _length("run length in iterations", zero_is_off=True)
     train_samples: int | None = _length("run length in samples", zero_is_off=True)
     train_tokens: int | None = _length(

@@ -24,6 +24,8 @@ MAX_NAMED = 6
 class FileUsage:
     """Samples that a token file contributes to a split, or to a group of it, in the entire run.
 
+    In a run with stages: from the start of the run to the end of a stage that reads the file.
+
     Attributes:
         split: train, valid or test.
         prefix: Path of the pair of token files.
@@ -31,6 +33,7 @@ class FileUsage:
         samples: Number of samples.
         epochs: Passes over its documents.
         group: Name of the group, if the user gave one.
+        stage: Name of the stage, if the run has stages.
     """
 
     split: str
@@ -39,11 +42,12 @@ class FileUsage:
     samples: int
     epochs: float
     group: str = ""
+    stage: str = ""
 
     @property
     def label(self) -> str:
-        """Split and group, for messages."""
-        return f"{self.split} {self.group}" if self.group else self.split
+        """Stage, split and group, for messages."""
+        return " ".join(filter(None, (self.stage, self.split, self.group)))
 
     def __str__(self) -> str:
         if not self.weight:

@@ -22,6 +22,7 @@ from megatron_ds.model.spec.architecture import Layer, is_matrix, is_state, mode
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate
+from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import TrainState
 
 WIDTH = 100
@@ -36,6 +37,8 @@ class BannerData:
     """Values that the banner shows."""
 
     config: Config
+    """Of the current stage."""
+    stages: RunStages
     mesh: Mesh
     settings: EngineSettings
     """The engine's settings in effect."""
@@ -167,11 +170,15 @@ def _per_rank(mesh: Mesh) -> str:
 
 
 def _batch(facts: BannerData) -> Lines:
-    total = facts.config.final_global_batch_size(facts.mesh.dp.size)
+    total, schedule = (
+        facts.config.final_global_batch_size(facts.mesh.dp.size),
+        facts.config.schedule,
+    )
+    accumulation = total // (schedule.micro_batch_size * facts.mesh.dp.size)
     text = (
         f"{counted(total, 'sample')} = micro-batch "
         f"{facts.config.schedule.micro_batch_size} x data parallel {facts.mesh.dp.size} "
-        f"x accumulation {facts.settings.accumulation_steps}; "
+        f"x accumulation {accumulation}; "
         f"{total * facts.config.model.seq_length:,} tokens"
     )
     lines = [("step", text)]
@@ -183,8 +190,7 @@ def _batch(facts: BannerData) -> Lines:
 
 def _schedule(facts: BannerData) -> Lines:
     config, dp = facts.config, facts.mesh.dp.size
-    run = schedules.run_totals(config, dp, facts.state)
-    last = schedules.total_iterations(config, dp, facts.state)
+    run, last = facts.stages.totals(facts.state)[-1], facts.stages.total_iterations(facts.state)
     steps = f"iterations {facts.state.iteration + 1:,} to {last:,}"
     if facts.state.iteration >= last:
         planned = counted(last, "iteration", ",")
@@ -210,7 +216,11 @@ def _schedule(facts: BannerData) -> Lines:
         if saves.save_interval is None:
             saving = f" iterations, checkpoint at the end, to {saves.save}"
     intervals = f"log {config.logging.log_interval}, validation {validation}{saving}"
-    return [("length", length), ("rate", course), ("intervals", intervals)]
+    described = list(facts.stages.describe(facts.state))
+    stages = [
+        ("stages" if name == described[0][0] else "", f"{name}: {text}") for name, text in described
+    ]
+    return [("length", length), *stages, ("rate", course), ("intervals", intervals)]
 
 
 def _engine_settings(facts: BannerData) -> Lines:

@@ -17,7 +17,9 @@ from megatron_ds.checkpoint.compatibility import resume_conflicts, tokenizer_con
 from megatron_ds.config import Config, DataConfig, EvaluationConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
+from megatron_ds.config.stages import by_stage
+from megatron_ds.data import validation
+from megatron_ds.data.validation import DataFiles
 from megatron_ds.engine.ds_config.generate import bucket_warnings
 from megatron_ds.launch import device, environment
 from megatron_ds.loading import initial_load
@@ -35,7 +37,8 @@ class RunInputs:
 
     plan: LoadPlan
     tokenizer: Tokenizer
-    data: DataFiles
+    data: tuple[DataFiles, ...]
+    """Of each stage."""
 
 
 def check(
@@ -64,22 +67,13 @@ def check(
         problems.append(Problem("fp16-not-supported", device="this CPU"))
     tokenizer, tokenizer_problems = _check_tokenizer(config, is_sound)
     problems += tokenizer_problems
-    vocab_size = fingerprint = eod = None
-    if tokenizer is not None:
-        vocab_size, fingerprint, eod = tokenizer.vocab_size, tokenizer.fingerprint, tokenizer.eod
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
     size = config.model.vocab_size or vocab_size
     if is_sound and size and dp_size > 1:
         for warning in bucket_warnings(config.with_vocab(size)):
             warn(warning)
-    samples = schedules.planned_samples(config, dp_size) if is_sound else None
-    reads_data = config.evaluation.eval_only is None
-    options = config.data if reads_data else DataConfig()
-    data = open_data(options)
-    problems += data_problems(data, samples, vocab_size, fingerprint)
-    if not problems:
-        bos = tokenizer.bos if tokenizer is not None and tokenizer.adds_bos else None
-        for warning in data_warnings(data, samples or (0, 0, 0), eod, bos):
-            warn(warning)
+    data, of_data = _check_data(config, plan, dp_size if is_sound else None, tokenizer, warn)
+    problems += of_data
     if is_sound:
         problems += _checkpoint_problems(config, plan, dp_size, tokenizer)
         problems += _task_problems(config.evaluation)
@@ -90,10 +84,55 @@ def check(
 
         complete = config.with_vocab(vocab_size or size or 0)
         processes = environment.local_world_size() or 1
-        host = host_checks.Host.here(processes, disk)
-        problems += host_checks.problems(complete, dp_size, host, warn)
+        host, warned = host_checks.Host.here(processes, disk), dict[Problem, None]()
+        problems += by_stage(
+            complete, lambda stage: host_checks.problems(stage, dp_size, host, warned.setdefault)
+        )
+        for warning in warned:
+            warn(warning)
     problems += disk_problems
     return problems, None if tokenizer is None else RunInputs(plan, tokenizer, data)
+
+
+def _check_data(
+    config: Config,
+    plan: LoadPlan,
+    dp_size: int | None,
+    tokenizer: Tokenizer | None,
+    warn: Callable[[Problem], None],
+) -> tuple[tuple[DataFiles, ...], list[Problem]]:
+    """The data of each stage, and its problems unless the checkpoint's run has read it.
+
+    Args:
+        config: Configuration.
+        plan: What the run loads.
+        dp_size: Data-parallel size; None if the settings have problems.
+        tokenizer: None if it could not be built.
+        warn: Called with each warning.
+    """
+    vocab_size = fingerprint = eod = bos = None
+    if tokenizer is not None:
+        vocab_size, fingerprint, eod = tokenizer.vocab_size, tokenizer.fingerprint, tokenizer.eod
+        bos = tokenizer.bos if tokenizer.adds_bos else None
+    saved = None if config.checkpoint.is_new_run else plan.saved
+    first = 0 if saved is None else saved.run.state.stage
+    data = list[DataFiles]()
+
+    def check_stage(stage: Config) -> Iterator[Problem]:
+        options = stage.data if stage.evaluation.eval_only is None else DataConfig()
+        files = DataFiles(options, data[0].cache) if data else open_data(options)
+        data.append(files)
+        if len(data) <= first < len(config.stage_configs):
+            return
+        samples = None if dp_size is None else schedules.planned_samples(stage, dp_size)
+        problems = list(validation.data_problems(files, samples, vocab_size, fingerprint))
+        yield from problems
+        if tokenizer is not None and not problems:
+            for warning in validation.data_warnings(files, samples or (0, 0, 0), eod, bos):
+                warn(warning)
+
+    problems = by_stage(config, check_stage)
+    return tuple(data), problems
 
 
 def _task_problems(options: EvaluationConfig) -> Iterator[Problem]:

@@ -61,4 +61,6 @@ def data(inputs: RunInputs, *, reads: bool = False) -> Iterator[tuple[str, str]]
         reads: Identify files by their contents too.
     """
     yield "the tokenizer", inputs.tokenizer.fingerprint.digest
-    yield from inputs.data.identities(reads=reads)
+    for stage, files in enumerate(inputs.data):
+        where = f" in stage {stage + 1}" if stage else ""
+        yield from ((name + where, value) for name, value in files.identities(reads=reads))

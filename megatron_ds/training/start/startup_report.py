@@ -5,16 +5,20 @@ Collects values from the parts of a run and prints or writes them; changes none 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +27,7 @@ from megatron_ds.checkpoint.files.local_files import write_json
 from megatron_ds.config import Config, ModelConfig, yaml_file
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem, counted
+from megatron_ds.config.stages import stage_names
 from megatron_ds.data.blend.usage_report import USAGE_FILE
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.engine.readback import loaded_ops
@@ -39,6 +44,7 @@ from megatron_ds.model.attention.packed import Keys
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.planning.memory_estimate import MemoryEstimate
+from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.loggers.events import EventLog
 from megatron_ds.training.loggers.selection import is_short
@@ -138,8 +144,11 @@ class StartReport:
             return {}
         for warning in engine.startup_warnings:
             output.warn_on_rank(warning)
+        stages = RunStages(self.config, mesh.dp.size)
+        config = stages.at(state)
         facts = BannerData(
             config=config,
+            stages=stages,
             mesh=mesh,
             settings=engine.settings,
             estimate=estimate,
@@ -177,12 +186,23 @@ class StartReport:
             "command": shlex.join(sys.argv),
         }
 
-    def write_run_files(self, engine: ZeroEngine, data: Datasets) -> None:
-        """Writes the DeepSpeed configuration and the usage of each data file to --save."""
+    def write_run_files(self, engine: ZeroEngine, data: Iterable[Datasets], stage: int) -> None:
+        """Writes the DeepSpeed configuration and the usage of each data file to --save.
+
+        Args:
+            engine: Of the run.
+            data: Of the current stage and the later ones.
+            stage: Position of the current one; the file keeps the usage of those before it.
+        """
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "ds_config.json", engine.ds_config)
-        write_json(self.folder / USAGE_FILE, [asdict(file) for file in data.usage])
+        path, usage = self.folder / USAGE_FILE, list[dict[str, Any]]()
+        finished = stage_names(self.config)[:stage]
+        with suppress(OSError, ValueError, LookupError, TypeError):  # missing or damaged
+            usage += [item for item in json.loads(path.read_bytes()) if item["stage"] in finished]
+        usage += [asdict(file) for datasets in data for file in datasets.usage]
+        write_json(path, usage)
 
     def write_settings(self, config: Config) -> None:
         """Writes the settings to --save, for --config."""
@@ -216,6 +236,12 @@ class FirstStepsReport:
         is_first_interval = iteration - self.start_iteration <= log_interval
         if iteration % log_interval == 0 and is_first_interval:
             self.print_memory(iteration)
+
+    def enter_stage(self, stages: RunStages, state: TrainState) -> None:
+        """Prints and records the start of a stage."""
+        name, text = next(stages.describe(state))
+        self.events.record("stage", iteration=state.iteration, text=f"{name}: {text}")
+        output.print_on_rank(f" > stage {name}: {text}")
 
     def print_memory(self, iteration: int) -> None:
         """Megatron's memory line, extended by the estimate and the states."""

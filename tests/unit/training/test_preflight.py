@@ -243,7 +243,7 @@ def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatc
 
     assert problems == []
     build_datasets(
-        inputs.data,
+        inputs.data[0],
         seq_length=32,
         seed=1,
         num_samples=(4, 0, 0),
