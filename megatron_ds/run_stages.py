@@ -83,7 +83,7 @@ class RunStages:
             state = dataclasses.replace(TrainState(*counts), stage=state.stage).next_stage()
             yield state
 
-    def describe(self, state: TrainState) -> Iterator[tuple[str, str]]:
+    def describe(self, state: TrainState = INITIAL_STATE) -> Iterator[tuple[str, str]]:
         """The stages from that of `state` on, each as (name, description)."""
         names, first = stage_names(self.config), state.iteration + 1
         for index, end in enumerate(self.totals(state) if names else (), state.stage):

@@ -87,10 +87,8 @@ def build_engine(
             the tokenizer lacks an end-of-document token that is needed, or if the engine does not
             have the configured settings.
     """
-    run, decay = config, config.optimizer.weight_decay
-    # The engine is the same in whatever stage a process starts, and so are the factors of its
-    # parameter groups, which are relative to the weight decay.
-    config = run.in_stage(0).with_values({"weight_decay": decay})
+    run, decay = config, {"weight_decay": config.optimizer.weight_decay}
+    config = run.in_stage(0).with_values(decay)  # in whatever stage this process starts
     mesh = mesh.of_model(sequence_parallel=config.parallel.sequence_parallel)
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     # What DeepSpeed and torch import is changed before anything is built.
@@ -107,8 +105,7 @@ def build_engine(
         warnings = [*_notes(config, model, device), *missing]
         engine, multipliers = _initialize(config, mesh, ds_config, module)
     if not _is_deepcompiled(ds_config):
-        lengths_vary = run.lengths_vary
-        warnings.append(_compile(model, config, mesh, device, lengths_vary=lengths_vary))
+        warnings.append(_compile(model, config, mesh, device, run.lengths_vary))
     _correct(engine, model, mesh, ds_config, device)
     built = EngineParts(
         engine,
@@ -243,7 +240,7 @@ def _build_model(
 
 
 def _compile(
-    model: GPTModel, config: Config, mesh: Mesh, device: torch.device, *, lengths_vary: bool
+    model: GPTModel, config: Config, mesh: Mesh, device: torch.device, lengths_vary: bool
 ) -> Problem | None:
     """Compile the layers, or on an accelerator at least their elementwise parts. Collective.
 

@@ -17,7 +17,7 @@ from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.planning.plan import AXES, Link, Plan, make_plan
 from megatron_ds.planning.settings import planned_tokens
 from megatron_ds.planning.suggest import MARGIN, Suggestion
-from megatron_ds.run_stages import INITIAL_STATE, RunStages, RunTotals
+from megatron_ds.run_stages import RunStages
 from megatron_ds.tokenizer import build_tokenizer
 
 GB = 1e9
@@ -96,16 +96,14 @@ class StagePlans:
 
     def values(self) -> list[dict[str, Any]]:
         """What the stages are, as plain values; empty without --stages."""
-        stages, before = RunStages(self.config, self.plans[0].dp_size), RunTotals(0, 0, 0)
+        stages, iterations, tokens = RunStages(self.config, self.plans[0].dp_size), 0, 0
         result = []
-        for (name, text), plan, end in zip(
-            stages.describe(INITIAL_STATE), self.plans, stages.totals(), strict=False
-        ):
-            tokens = end.tokens - before.tokens
-            counts = {"iterations": end.iterations - before.iterations, "tokens": tokens}
-            costs = {"days": plan.days(tokens), "peak": plan.memory.peak}
+        rows = zip(stages.describe(), self.plans, stages.totals(), strict=False)
+        for (name, text), plan, end in rows:
+            counts = {"iterations": end.iterations - iterations, "tokens": end.tokens - tokens}
+            costs = {"days": plan.days(counts["tokens"]), "peak": plan.memory.peak}
             result.append({"name": name, **counts, **costs, "text": text.partition("; ")[2]})
-            before = end
+            iterations, tokens = end.iterations, end.tokens
         return result
 
     def text(self) -> str:

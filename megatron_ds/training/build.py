@@ -33,7 +33,7 @@ from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.model.layers import CustomParts
 from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.planning.memory_estimate import planned_memory
+from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions
@@ -129,9 +129,7 @@ def build_trainer(parts: RunParts) -> Trainer:
     peak = device.PeakMemory()
     custom = CustomParts(parts.extensions.loss, parts.extensions.layer)
     engine = build_engine(
-        *(config, mesh, context.device, eod),
-        init_weights=start.is_new,
-        parts=custom,
+        config, mesh, context.device, eod, init_weights=start.is_new, parts=custom
     )
     engine.enter_stage(stages.at(entered).model)
     peak.restart()  # without the trials of compiled functions, which the estimate leaves out
@@ -139,13 +137,7 @@ def build_trainer(parts: RunParts) -> Trainer:
     report.print_parameter_count(engine)
     state = stages.entered(start.load(engine, parts))
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
-    estimate = max(
-        (
-            planned_memory(stage, mesh.dp.size, context.device.type)
-            for stage in config.stage_configs
-        ),
-        key=lambda memory: memory.peak,
-    )
+    estimate = _largest_memory(parts)
     about = report.print_banner(engine, state, estimate)
     last = state.iteration
     if config.evaluation.trains:
@@ -178,6 +170,13 @@ def build_trainer(parts: RunParts) -> Trainer:
         token_bytes=_token_bytes(parts) if data.valid or data.test else None,
         watch=parts.life.hang_watch,
     )
+
+
+def _largest_memory(parts: RunParts) -> MemoryEstimate:
+    """The memory of the stage that needs the most."""
+    dp_size, device_type = parts.mesh.dp.size, parts.context.device.type
+    estimates = (planned_memory(item, dp_size, device_type) for item in parts.config.stage_configs)
+    return max(estimates, key=lambda estimate: estimate.peak)
 
 
 def _exit_conditions(parts: RunParts, last: int) -> ExitConditions:

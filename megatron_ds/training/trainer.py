@@ -145,9 +145,10 @@ class Trainer:
             stop = self.exits.after_step(self.state.iteration)
             self.saver.advance()
             options = self.config.evaluation
-            if self._is_due(options.eval_interval, stop):
+            if _is_due(self.state.iteration, options.eval_interval, stop):
                 stop = self._evaluate("validation", f"iteration {self.state.iteration}") or stop
-            if self._is_due(options.eval_tasks_interval or options.eval_interval, stop):
+            interval = options.eval_tasks_interval or options.eval_interval
+            if _is_due(self.state.iteration, interval, stop):
                 stop = self._evaluate_tasks() or stop
             if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
                 self.metrics.write_pending()
@@ -232,12 +233,6 @@ class Trainer:
 
     def _is_last(self, stop: StopDecision | None) -> bool:
         return stop is not None or self.state.iteration == self.total_iterations
-
-    def _is_due(self, interval: int | None, stop: StopDecision | None) -> bool:
-        """Whether an evaluation with an interval is due."""
-        if interval is None or (stop is not None and stop.urgent):
-            return False
-        return self.state.iteration % interval == 0
 
     def _batches(
         self, dataset: TokenDataset, consumed: int = 0, num_workers: int = 0
@@ -378,6 +373,13 @@ def _with_bytes(
         if token_bytes is not None:
             num_bytes.append(batch.num_bytes(token_bytes))
         yield batch
+
+
+def _is_due(iteration: int, interval: int | None, stop: StopDecision | None) -> bool:
+    """Whether an evaluation with an interval is due."""
+    if interval is None or (stop is not None and stop.urgent):
+        return False
+    return iteration % interval == 0
 
 
 def _graph_count() -> int:

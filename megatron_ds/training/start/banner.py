@@ -6,6 +6,7 @@ collect the values.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,8 +38,6 @@ class BannerData:
     """Values that the banner shows."""
 
     config: Config
-    """Of the current stage."""
-    stages: RunStages
     mesh: Mesh
     settings: EngineSettings
     """The engine's settings in effect."""
@@ -88,13 +87,15 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
 
 
 def sections(facts: BannerData) -> dict[str, Lines]:
-    """The lines of the banner by heading."""
+    """The lines of the banner by heading: those of the current stage, and the list of stages."""
+    stages = RunStages(facts.config, facts.mesh.dp.size)
+    facts = dataclasses.replace(facts, config=stages.at(facts.state))
     return {
         "run": [("", facts.versions)],
         "layout": _layout(facts),
         "model": _model(facts),
         "batch": _batch(facts),
-        "schedule": _schedule(facts),
+        "schedule": _schedule(facts, stages),
         "in effect": _engine_settings(facts),
         "kernels": _kernels(facts),
         "memory": _memory(facts.estimate),
@@ -188,9 +189,9 @@ def _batch(facts: BannerData) -> Lines:
     return lines + schedules.describe_schedules(facts.config)
 
 
-def _schedule(facts: BannerData) -> Lines:
+def _schedule(facts: BannerData, stages: RunStages) -> Lines:
     config, dp = facts.config, facts.mesh.dp.size
-    run, last = facts.stages.totals(facts.state)[-1], facts.stages.total_iterations(facts.state)
+    run, last = stages.totals(facts.state)[-1], stages.total_iterations(facts.state)
     steps = f"iterations {facts.state.iteration + 1:,} to {last:,}"
     if facts.state.iteration >= last:
         planned = counted(last, "iteration", ",")
@@ -216,11 +217,9 @@ def _schedule(facts: BannerData) -> Lines:
         if saves.save_interval is None:
             saving = f" iterations, checkpoint at the end, to {saves.save}"
     intervals = f"log {config.logging.log_interval}, validation {validation}{saving}"
-    described = list(facts.stages.describe(facts.state))
-    stages = [
-        ("stages" if name == described[0][0] else "", f"{name}: {text}") for name, text in described
-    ]
-    return [("length", length), *stages, ("rate", course), ("intervals", intervals)]
+    described = [f"{name}: {text}" for name, text in stages.describe(facts.state)]
+    lines = [("" if index else "stages", text) for index, text in enumerate(described)]
+    return [("length", length), *lines, ("rate", course), ("intervals", intervals)]
 
 
 def _engine_settings(facts: BannerData) -> Lines:

@@ -144,11 +144,8 @@ class StartReport:
             return {}
         for warning in engine.startup_warnings:
             output.warn_on_rank(warning)
-        stages = RunStages(self.config, mesh.dp.size)
-        config = stages.at(state)
         facts = BannerData(
             config=config,
-            stages=stages,
             mesh=mesh,
             settings=engine.settings,
             estimate=estimate,

@@ -21,7 +21,6 @@ from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import estimate
 from megatron_ds.planning.memory_inputs import MemoryInputs
-from megatron_ds.run_stages import RunStages
 from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.start.banner import BannerData, banner
@@ -95,7 +94,6 @@ GROUPS = {
 }
 FACTS = BannerData(
     config=CONFIG,
-    stages=RunStages(CONFIG, 4),
     mesh=Mesh(world_size=8, rank=0, **GROUPS),
     settings=SETTINGS,
     estimate=estimate(CONFIG, ENGINE),

@@ -181,7 +181,7 @@ def test_the_time_left_is_that_of_the_state_at_the_current_rate() -> None:
         (7.0, 16.0),
     ]
     ((state, rate),) = asked
-    assert (state, rate) == (TrainState(4, 16, 128), 16.0)
+    assert (state, rate) == (TrainState(4, 16, 128, 16, 128, 4), 16.0)
 
 
 def test_throughput_is_computed_from_step_durations() -> None:
