@@ -169,16 +169,15 @@ class Trainer:
     def _enter(self, state: TrainState) -> None:
         """Continues with the next stage: its data, schedules, sequences and positions."""
         self.metrics.flush()
-        self.data, *self.later_data = self.later_data
-        self.state = state
+        self.state, (self.data, *self.later_data) = state, self.later_data
         self.engine.enter_stage(self.stages.at(state).model)
         self.report.enter_stage(self.stages, state)
 
     def _train_batches(self) -> DeviceBatches:
         """The batches of the steps of the stage."""
         assert self.data.train is not None
-        workers = self.config.data.num_workers
-        return self._batches(self.data.train, self.state.consumed_samples, workers)
+        consumed, workers = self.state.consumed_samples, self.config.data.num_workers
+        return self._batches(self.data.train, consumed, workers)
 
     def _step(self, batches: DeviceBatches) -> None:
         before = self.state
