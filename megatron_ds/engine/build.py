@@ -105,7 +105,7 @@ def build_engine(
         warnings = [*_notes(config, model, device), *missing]
         engine, multipliers = _initialize(config, mesh, ds_config, module)
     if not _is_deepcompiled(ds_config):
-        warnings.append(_compile(model, config, mesh, device, run.lengths_vary))
+        warnings.append(_compile(model, run, mesh, device))
     _correct(engine, model, mesh, ds_config, device)
     built = EngineParts(
         engine,
@@ -239,14 +239,13 @@ def _build_model(
     )
 
 
-def _compile(
-    model: GPTModel, config: Config, mesh: Mesh, device: torch.device, lengths_vary: bool
-) -> Problem | None:
+def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) -> Problem | None:
     """Compile the layers, or on an accelerator at least their elementwise parts. Collective.
 
     Returns:
         Why nothing, or less than by default, is compiled on any rank.
     """
+    lengths_vary, config = config.lengths_vary, config.in_stage(0)
     if config.runtime.compile:
         model.compile_layers(lengths_vary=lengths_vary)
     if config.runtime.compile or config.runtime.no_compile:
