@@ -107,8 +107,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_start(self.config, self.state, self.engine.module)
         log_timestamp(self.config, "before the start of training step")
-        if self.data.train is not None:  # not with --eval-only
-            stop = self._train(stop)
+        stop = stop if self.data.train is None else self._train(stop)  # None with --eval-only
         self.metrics.flush()
         self.report.print_memory(self.state.iteration)
         if stop is None:
@@ -175,7 +174,6 @@ class Trainer:
 
     def _train_batches(self) -> DeviceBatches:
         """The batches of the steps of the stage."""
-        assert self.data.train is not None
         consumed, workers = self.state.consumed_samples, self.config.data.num_workers
         return self._batches(self.data.train, consumed, workers)
 
@@ -214,16 +212,12 @@ class Trainer:
         for _ in range(plan.num_micro_batches):
             next(batches, None)  # a step after the end of the data reports it
         if plan.iteration in (skipped[0], self.first_iteration):
-            last = min(skipped[1], self.total_iterations)
-            one, more = f"iteration {last}", f"iterations {plan.iteration} to {last}"
-            iterations = one if last == plan.iteration else more
-            output.warn_on_rank(Problem("iterations-skipped", iterations=iterations))
+            _warn_of_skips(plan.iteration, min(skipped[1], self.total_iterations))
         self.first_iteration += int(self.first_iteration == plan.iteration)
         self.state = self.state.advance(plan, StepResult(loss=0.0, grad_norm=None, skipped=True))
 
     def _repeat(self, plan: StepPlan, before: TrainState) -> None:
         """Repeats a skipped step to record its gradients for the error message."""
-        assert self.data.train is not None
         with (
             closing(self._batches(self.data.train, before.consumed_samples)) as batches,
             self.skips.record_gradients(always=True),
@@ -234,8 +228,9 @@ class Trainer:
         return stop is not None or self.state.iteration == self.total_iterations
 
     def _batches(
-        self, dataset: TokenDataset, consumed: int = 0, num_workers: int = 0
+        self, dataset: TokenDataset | None, consumed: int = 0, num_workers: int = 0
     ) -> DeviceBatches:
+        assert dataset is not None
         batches = MicroBatchIterator(
             dataset,
             consumed=consumed,
@@ -330,9 +325,7 @@ class Trainer:
                 parts.append(self.engine.eval_loss(inputs, size))
         sums = [*(sum(map(float, values)) for values in zip(*parts, strict=True))]
         sums.append(sum(map(float, num_bytes)))
-        total, weight, nats, text = self.metrics.mean_over_dp([value / count for value in sums])
-        bits_per_byte = nats / text / math.log(2) if text else None
-        return MeanLoss(total / weight if weight else 0.0, bits_per_byte)
+        return _mean_of(self.metrics.mean_over_dp([value / count for value in sums]))
 
     def _save(self, *, final: bool) -> None:
         """Saves a checkpoint if there is a --save folder.
@@ -364,6 +357,13 @@ class Trainer:
         return self.data.progress.history_after(self.state.consumed_samples)
 
 
+def _mean_of(sums: Sequence[float]) -> MeanLoss:
+    """The loss of the sums of losses, of weights, of nats and of bytes."""
+    total, weight, nats, text = sums
+    bits_per_byte = nats / text / math.log(2) if text else None
+    return MeanLoss(total / weight if weight else 0.0, bits_per_byte)
+
+
 def _with_bytes(
     batches: Iterator[DeviceBatch], token_bytes: Tensor | None, num_bytes: list[Tensor]
 ) -> Iterator[DeviceBatch]:
@@ -379,6 +379,11 @@ def _is_due(iteration: int, interval: int | None, stop: StopDecision | None) -> 
     if interval is None or (stop is not None and stop.urgent):
         return False
     return iteration % interval == 0
+
+
+def _warn_of_skips(first: int, last: int) -> None:
+    iterations = f"iteration {last}" if first == last else f"iterations {first} to {last}"
+    output.warn_on_rank(Problem("iterations-skipped", iterations=iterations))
 
 
 def _graph_count() -> int:

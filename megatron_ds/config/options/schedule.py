@@ -102,8 +102,8 @@ class ScheduleConfig:
     )
     stages: tuple[str, ...] = option_field(
         (),
-        "stages of the run, one after the other, each as '{name: NAME, train-tokens: N, ...}': "
-        "flags without dashes, whose values replace those of the run (docs/training/stages.md)",
+        "stages of the run in order, each as '{name: NAME, train-tokens: N, ...}' with flags that "
+        "replace those of the run (docs/training/stages.md)",
         nargs="*",
         metavar="STAGE",
     )
@@ -247,9 +247,9 @@ class ScheduleConfig:
             yield from self._batch_size_step_problems()
         if self.curriculum_seqlen is not None:
             yield from _curriculum_problems(self, *self.curriculum_seqlen)
-        for entry in self.skip_train_iteration_range or ():
-            if parse_iteration_range(entry) is None:
-                yield Problem("malformed-iteration-range", entry=entry)
+        ranges = self.skip_train_iteration_range or ()
+        malformed = (entry for entry in ranges if parse_iteration_range(entry) is None)
+        yield from (Problem("malformed-iteration-range", entry=entry) for entry in malformed)
         dp_size = parallel.data_parallel_size(world_size)
         if self.micro_batch_size > 0 and dp_size > 0:
             unit = self.micro_batch_size * dp_size
@@ -265,15 +265,9 @@ class ScheduleConfig:
                     dp_size_terms=parallel.describe_data_parallel_size(world_size),
                     nearest=nearest_multiples(size, unit),
                     size=size,
-                    valid=", ".join(map(str, self._valid_dp_sizes(size))) or "none",
+                    valid=_valid_dp_sizes(size, self.micro_batch_size),
                 )
-
             yield from _folded_pipeline_problems(self, parallel, unit)
-
-    def _valid_dp_sizes(self, size: int) -> list[int]:
-        """Data-parallel sizes with which a batch has an integer number of micro-batches."""
-        count, rest = divmod(size, self.micro_batch_size)
-        return [] if rest else [ranks for ranks in range(1, count + 1) if count % ranks == 0]
 
     def _unit_problems(self) -> Iterator[Problem]:
         """Check that each length has one unit: tokens, or the unit of the run length."""
@@ -365,6 +359,12 @@ def _rate_point_problems(entries: list[str]) -> Iterator[Problem]:
     for entry, point, before in zip(entries, points, [None, *points], strict=False):
         if point is None or (before is not None and point[0] <= before[0]):
             yield Problem("malformed-rate-point", entry=entry)
+
+
+def _valid_dp_sizes(size: int, micro_batch_size: int) -> str:
+    """Data-parallel sizes with which a batch has an integer number of micro-batches."""
+    count, rest = divmod(size, micro_batch_size)
+    return ", ".join(str(n) for n in range(1, count + 1) if not rest and count % n == 0) or "none"
 
 
 def _folded_pipeline_problems(
