@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.options.data import TRAINING_DATA
+from megatron_ds.config.fields import exclusive_problem
+from megatron_ds.config.options.data import EPOCHS, TRAINING_DATA
 from megatron_ds.config.problems import Problem
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def problems(config: Config) -> Iterator[Problem]:
     for name in TABLES["of_stage"]:
         if getattr(schedule, name) != getattr(defaults, name):
             yield Problem("set-outside-of-stages", name, "stages")
+    if config.data.train_data_exact_num_epochs:
+        yield exclusive_problem(EPOCHS, "stages", reason="both set the length of the run")
     if config.checkpoint.use_checkpoint_opt_param_scheduler:
         yield Problem("stages-with-saved-schedule")
     if "dataset" in config.custom_parts or config.data.mock_data:

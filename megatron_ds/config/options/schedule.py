@@ -232,15 +232,13 @@ class ScheduleConfig:
             if self.train_tokens is None:
                 yield Problem("run-length-required")
         elif self.train_iters is not None and self.train_samples is not None:
-            yield exclusive_problem(
-                "train_iters", "train_samples", reason="both set the length of the run"
-            )
+            reason = "both set the length of the run"
+            yield exclusive_problem("train_iters", "train_samples", reason=reason)
         yield from self._unit_problems()
         if self.lr_warmup_fraction is not None:
             for name in self.given_lengths("lr_warmup"):
-                yield exclusive_problem(
-                    "lr_warmup_fraction", name, reason=f"both set {SCHEDULE_LENGTHS['lr_warmup']}"
-                )
+                reason = f"both set {SCHEDULE_LENGTHS['lr_warmup']}"
+                yield exclusive_problem("lr_warmup_fraction", name, reason=reason)
         if self.rampup_batch_size is not None:
             yield from _rampup_problems(self, *self.rampup_batch_size)
         if self.step_batch_size_schedule is not None:

@@ -27,7 +27,8 @@ def open_data(options: DataConfig) -> DataFiles:
 def with_exact_epochs(config: Config) -> tuple[Config, list[Problem]]:
     """The configuration with --train-samples by --train-data-exact-num-epochs, and its problems."""
     epochs, schedule = config.data.train_data_exact_num_epochs, config.schedule
-    if epochs is None or config.data.mock_data or "dataset" in config.custom_parts:
+    is_named = not (config.data.mock_data or "dataset" in config.custom_parts)
+    if epochs is None or not is_named or schedule.stages:
         return config, []
     lengths = ("train_iters", "train_samples", "train_tokens")
     reason = "the data determines the length of the run"
