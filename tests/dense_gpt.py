@@ -212,14 +212,12 @@ def dense_predictions(
         x = run(x, layer)
     x = norm(x, "final_norm")
     logits = [output(x)]
-    positions_BS = positions_BS.expand_as(tokens_BS)
+    ahead_BS = positions_BS.expand_as(tokens_BS)  # of the embedding; rotations are of the places
     for depth in range(config.mtp_num_layers):
         # Beyond the end, where no loss counts, token 0 follows; a router sees it.
-        tokens_BS, positions_BS = (
-            rolled(values, documents_BS) for values in (tokens_BS, positions_BS)
-        )
+        tokens_BS, ahead_BS = (rolled(values, documents_BS) for values in (tokens_BS, ahead_BS))
         name = f"predictions.{depth}"
-        embedded = norm(embed(tokens_BS, positions_BS, name), f"{name}.embedding_norm")
+        embedded = norm(embed(tokens_BS, ahead_BS, name), f"{name}.embedding_norm")
         both = torch.cat([embedded, norm(x, f"{name}.hidden_norm")], dim=-1)
         x = run(linear(both, f"{name}.projection"), config.num_layers + depth)
         x = norm(x, f"{name}.output_norm")

@@ -170,7 +170,7 @@ def test_layout_equals_the_reference(
     """Claim (parallel): runs of the command line on 1 to 8 ranks, with sizes of 2 and 3, have the
     losses, validation losses, gradient norms, learning rates and batch sizes of a reference in fp64
     that shares no code with the package: tied embeddings, packed documents, per-token loss, experts
-    with capacity, ramp-up
+    with capacity, latent attention, multi-token prediction, ramp-up
 
     Claim (parallel): the losses of a run with packed samples and `--eod-mask-loss` equal the losses
     of its documents one by one

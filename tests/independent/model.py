@@ -115,6 +115,8 @@ FIXED = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
     *("position_embedding_type", "normalization", "activation", "vocab_size"),
     *("untie_embeddings_and_output_weights", "add_bias_linear", "expert_interval"),
+    *("multi_latent_attention", "qk_layernorm", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
+    *("qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers"),
 )
 """Options that a folder of weights states."""
 
@@ -130,8 +132,8 @@ def initial_weights(options: Options, seed: int) -> Weights:
     """Random weights in fp32, also biases and norms, whose mistakes would not show at 0 and 1."""
     config, generator = complete(options), torch.Generator().manual_seed(seed)
     hidden, width, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
-    size = hidden // config.num_attention_heads
-    groups = config.num_query_groups or config.num_attention_heads
+    heads, size = config.num_attention_heads, hidden // config.num_attention_heads
+    groups = config.num_query_groups or heads
     rows = 2 * width if config.activation.endswith("glu") else width
     weights: Weights = {}
 
@@ -143,10 +145,20 @@ def initial_weights(options: Options, seed: int) -> Weights:
         if config.add_bias_linear:
             draw(f"{name}.bias", *stacked, out, std=0.05)
 
-    def norm(name: str) -> None:
-        draw(f"{name}.weight", hidden, mean=1.0)
+    def norm(name: str, size: int = hidden) -> None:
+        draw(f"{name}.weight", size, mean=1.0)
         if config.normalization == "LayerNorm":
-            draw(f"{name}.bias", hidden)
+            draw(f"{name}.bias", size)
+
+    def latent_attention(name: str) -> None:
+        plain, shared = config.qk_head_dim, config.qk_pos_emb_head_dim
+        for part, rank, beside, rows in (
+            ("q", config.q_lora_rank, 0, plain + shared),
+            ("kv", config.kv_lora_rank, shared, plain + config.v_head_dim),
+        ):
+            draw(f"{name}.{part}_down.weight", rank + beside, hidden)
+            draw(f"{name}.{part}_up.weight", heads * rows, rank)
+            norm(f"{name}.{part}_norm", rank)
 
     draw("embedding.word.weight", vocab, hidden)
     if config.position_embedding_type == "learned_absolute":
@@ -156,10 +168,14 @@ def initial_weights(options: Options, seed: int) -> Weights:
         norm(f"{name}.attention_norm")
         gates = hidden * config.attention_output_gate
         gates += config.num_attention_heads * config.head_wise_attn_gate
-        linear(f"{name}.attention.qkv", hidden + 2 * groups * size + gates, hidden)
+        if config.multi_latent_attention:
+            latent_attention(f"{name}.attention")
+        else:
+            linear(f"{name}.attention.qkv", hidden + 2 * groups * size + gates, hidden)
         if config.softmax_type == "learnable":
             draw(f"{name}.attention.sinks", config.num_attention_heads, std=1.0)
-        linear(f"{name}.attention.proj", hidden, hidden)
+        values = config.v_head_dim if config.multi_latent_attention else size
+        linear(f"{name}.attention.proj", hidden, heads * values)
         norm(f"{name}.mlp_norm")
         if not has_experts(config, layer):
             linear(f"{name}.mlp.fc_in", rows, hidden)

@@ -331,9 +331,11 @@ def test_the_tiny_run_of_experts_has_their_parts(tmp_path: Path) -> None:
         words, world_size=processes, warn=lambda _: None, complete=doctor._complete
     )
     assert [str(problem) for problem in problems] == []
-    moe, layers = config.moe, config.model.num_layers
+    moe, model, layers = config.moe, config.model, config.model.num_layers
     assert [moe.has_experts(layer) for layer in range(layers)] == [True, False] * (layers // 2)
     assert (moe.experts, moe.moe_router_num_groups, moe.moe_router_enable_expert_bias) == (4, 2, 1)
+    assert (model.multi_latent_attention, model.mtp_num_layers) == (True, 1)
+    assert max(model.q_lora_rank or 0, model.kv_lora_rank, model.head_dim, model.v_head_dim) <= 64
 
 
 def settings(config: Config) -> dict[str, Any]:
