@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -23,6 +24,7 @@ from megatron_ds.model.attention.cores import (
     AttentionCore,
     EagerAttention,
     Order,
+    WindowAttention,
     backends_in_order,
     name_of,
 )
@@ -56,7 +58,10 @@ class SDPABackend:
         if not is_plain or (keys.offset > 0 and keys.queries > 1):
             bias = _score_bias(rule, keys, tables, keys.dtype)
         is_sample = has_equal_lengths and keys.offset == 0
-        return SDPA(bias, is_sample and is_plain, self.order if is_sample else (), rule.scale)
+        backends = self.order if is_sample else ()
+        if bias is not None and is_sample and _needs_blocks(rule, keys):
+            return WindowAttention(partial(SDPA, backends=backends, scale=rule.scale), bias)
+        return SDPA(bias, is_sample and is_plain, backends, rule.scale)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,16 @@ class EagerBackend:
             assert keys.packed is not None
             ids_BS = keys.packed.doc_ids_BS
             bias = bias.masked_fill(ids_BS[:, None, :, None] != ids_BS[:, None, None], -torch.inf)
-        return EagerAttention(bias[(None,) * (4 - bias.dim())], rule)
+        bias = bias[(None,) * (4 - bias.dim())]
+        if _needs_blocks(rule, keys):
+            return WindowAttention(partial(EagerAttention, rule=rule), bias)
+        return EagerAttention(bias, rule)
+
+
+def _needs_blocks(rule: AttentionRule, keys: Keys) -> bool:
+    """Whether keys of complete samples lie before a block's own window and the one before it."""
+    is_sample = keys.num_keys is None and keys.offset == 0 and not keys.has_documents
+    return is_sample and rule.table_length(keys.queries) < keys.queries
 
 
 def _score_bias(
@@ -86,7 +100,8 @@ def _score_bias(
     if num_keys is None or positions_BS is None:
         end = keys.offset + keys.queries
         if keys.offset == 0:
-            return tables.bias(rule, end, dtype, keys.device)
+            length = rule.table_length(end) if _needs_blocks(rule, keys) else end
+            return tables.bias(rule, length, dtype, keys.device)
         positions_BS, num_keys = torch.arange(keys.offset, end, device=keys.device)[None], end
     slopes_n = tables.slopes(rule, keys.device)
     positions_BL = keys.positions_of(rule.window)

@@ -11,6 +11,7 @@ size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -159,6 +160,31 @@ class EagerAttention:
         parts = zip(q.split(at_once, dim=2), bias.split(at_once, dim=2), strict=True)
         blocks = [attend(part, k, v, part_bias, *sinks_n) for part, part_bias in parts]
         return torch.cat(blocks, dim=2)[:, :, :queries].to(dtype)
+
+
+@dataclass(frozen=True)
+class WindowAttention:
+    """Attention of complete samples by a core for as many queries as a window has.
+
+    Each sees its window and the one before it, so that the time is in proportion to the length.
+    """
+
+    make: Callable[[Tensor], AttentionCore]
+    """Returns the core for a bias."""
+    bias: Tensor
+    """Of two windows of queries and keys; it depends on their distance alone."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
+        blocks, width = [], self.bias.shape[-1] // 2
+        # Split once: the gradient of each slice of the keys would be as large as the keys.
+        q_parts, k_parts, v_parts = (x.split(width, dim=2) for x in (q, k, v))
+        for index, queries in enumerate(q_parts):
+            start, first = max(0, index - 1), min(index, 1) * width
+            end = first + queries.shape[2]
+            keys, values = (torch.cat(x[start : index + 1], dim=2) for x in (k_parts, v_parts))
+            core = self.make(self.bias[..., first:end, :end])
+            blocks.append(core.attend(queries, keys, values, dropout, *sinks_n))
+        return torch.cat(blocks, dim=2)
 
 
 @dataclass(frozen=True)

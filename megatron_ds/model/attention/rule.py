@@ -104,6 +104,10 @@ class AttentionRule:
         """Whether the window hides some of so many keys."""
         return self.window is not None and self.window < keys
 
+    def table_length(self, keys: int) -> int:
+        """Queries and keys of the bias of samples of so many keys: at most two windows."""
+        return keys if self.window is None else min(keys, 2 * self.window)
+
     def has_mask(self, keys: int) -> bool:
         """Whether scores of so many keys need more than the causal mask."""
         return self.alibi or self.is_windowed(keys)

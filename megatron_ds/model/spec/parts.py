@@ -238,9 +238,10 @@ class AttentionSpec(Part):
     def table(self, run: Pass) -> int:
         """The bias of ALiBi, or the mask of a window on a CPU."""
         length, ranks = self.model.seq_length, run.tp_size * run.sp_size
+        side = self.rule.table_length(length)
         heads = self.model.num_attention_heads // ranks if self.rule.alibi else 1
         has_table = self.rule.alibi or (run.on_cpu and self.rule.is_windowed(length))
-        return has_table * heads * length**2 * run.element
+        return has_table * heads * side**2 * run.element
 
     @property
     def sections(self) -> tuple[int, int, int]:

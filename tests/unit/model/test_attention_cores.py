@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ds.model.attention import cores as attention_cores
 from megatron_ds.model.attention.backends import AttentionOptions, EagerBackend, SDPABackend
@@ -25,6 +27,7 @@ from megatron_ds.model.attention.cores import (
 )
 from megatron_ds.model.attention.masks import MaskTables, ragged_bias
 from megatron_ds.model.attention.packed import (
+    AttentionBackend,
     FlexKernel,
     Keys,
     PackingOptions,
@@ -154,6 +157,8 @@ def by_definition(
         AttentionRule(scale=0.6),
         AttentionRule(softcap=1.5),
         AttentionRule(sinks=True),
+        AttentionRule(window=3, scale=0.6),
+        AttentionRule(window=5, alibi=True),
         AttentionRule(window=4, alibi=True, scale=0.6, softcap=1.5, sinks=True),
     ],
     ids=str,
@@ -187,12 +192,26 @@ def test_every_backend_computes_a_rule_or_refuses_it(
             torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-5)
     needs_scores = rule.softcap is not None or rule.sinks
     eager = [] if needs_scores else [SDPABackend, *[PerDocumentBackend] * has_documents]
-    flex = [FlexKernel] if has_documents or needs_scores else []
+    has_flex = has_documents or needs_scores or rule.window is not None
+    flex = [FlexKernel] if has_flex else []
     assert computed == [*eager, *flex, EagerBackend]
     assert (
         type(AttentionOptions().backend(rule, keys))
         is [*eager, EagerBackend][-1 if needs_scores else has_documents]
     )
+
+
+@pytest.mark.parametrize("backend", [SDPABackend(), EagerBackend()], ids=str)
+def test_the_cost_of_a_window_is_in_proportion_to_the_length(backend: AttentionBackend) -> None:
+    costs = []
+    for length in (64, 128, 256):
+        keys = Keys(length, torch.float32, CPU)
+        core = backend.core(AttentionRule(window=8), keys, MaskTables(SLOPES))
+        qkv = [draw(heads, length, torch.float32, 1) for heads in (4, 2, 2)]
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            core.attend(*qkv, 0.0).sum().backward()
+        costs.append(counter.get_total_flops())
+    assert 0 < costs[1] - costs[0] == (costs[2] - costs[1]) / 2
 
 
 def test_explicit_scores_drop_weights_of_the_softmax_and_keep_no_scores() -> None:
