@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ds import presets, schedule_validation
@@ -104,7 +104,14 @@ def build_config(
         for problem in problems
         if unreadable.isdisjoint(problem.mentioned)
     ]
-    return config, [*line.problems, *files.problems, *sound]
+    return config, [*_still_missing((*line.problems, *files.problems), config.given), *sound]
+
+
+def _still_missing(problems: Iterable[Problem], fields: frozenset[str]) -> Iterator[Problem]:
+    """Problems of reading, without what a flag requires if another file has it."""
+    for problem in problems:
+        if problem.code != "flag-requires-another" or fields.isdisjoint(problem.fields):
+            yield problem
 
 
 def _with_preset(preset: str, values: Mapping[str, Any]) -> ConfigFiles:

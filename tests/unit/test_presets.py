@@ -70,7 +70,8 @@ def test_files_and_flags_override_a_preset(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("preset: llama3-8b\nnum-layers: 4\nrotary-base: 9\n", encoding="utf-8")
     tokenizer = "--tokenizer-type NullTokenizer --vocab-size 7"
-    config, problems = built(f"--config {file} --rotary-base 10 {RUN} {tokenizer}")
+    switch = "--group-query-attention"  # requires the number of groups, which the preset has
+    config, problems = built(f"--config {file} --rotary-base 10 {RUN} {tokenizer} {switch}")
     assert not problems
     assert (config.model.num_layers, config.model.rotary_base) == (4, 10)
     assert (config.model.hidden_size, config.model.vocab_size) == (4096, 7)

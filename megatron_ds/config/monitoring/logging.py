@@ -89,6 +89,12 @@ class LoggingConfig:
         metavar="NAME",
         only_with=when(wandb_project=ANY_VALUE),
     )
+    wandb_entity: str | None = option_field(
+        None,
+        "user or team of the project in Weights & Biases (default: as of wandb)",
+        metavar="NAME",
+        only_with=when(wandb_project=ANY_VALUE),
+    )
     wandb_save_dir: str | None = option_field(
         None,
         "folder for the files of Weights & Biases (default: wandb in --save, if given)",

@@ -41,6 +41,7 @@ class Wandb(RowLogger):
         with _as_os_errors():
             self._run = wandb.init(
                 project=config.logging.wandb_project,
+                entity=config.logging.wandb_entity,
                 name=config.logging.wandb_exp_name,
                 # wandb writes below a folder "wandb" in it.
                 dir=folder.parent if folder.name == "wandb" else folder,

@@ -138,3 +138,13 @@ def test_the_package_is_needed_before_the_start(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = Config().with_values({"wandb_project": "gpt"})
     assert "wandb-missing" in codes(config.logging.problems())
+
+
+def test_the_project_is_that_of_the_entity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from megatron_ds.training.loggers.wandb_logger import Wandb
+
+    settings: dict[str, object] = {}
+    monkeypatch.setattr(wandb, "init", lambda **values: settings.update(values))
+    config = Config().with_values({"wandb_project": "gpt", "wandb_entity": "team"})
+    Wandb(config, TrainState(), tmp_path)
+    assert (settings["project"], settings["entity"]) == ("gpt", "team")
