@@ -418,7 +418,7 @@ def _scheduled_rate(
         applied += _lr_units_of_step(config, dp_size) if is_ahead else 0
         progress = min(1.0, (applied - warmup) / (decay - warmup))
         factor = DECAY_FACTORS[style.removeprefix("deepspeed-")](progress)
-    return floor + factor * (peak - floor)
+    return floor + factor * (peak - floor) if factor < 1.0 else peak
 
 
 def _rate_points(config: Config, dp_size: int) -> list[tuple[int, float]]:

@@ -6,9 +6,22 @@ folder, its checkpoints are between the checkpoints of the branch that it left.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+PARENT = "parent.json"
+"""File in the folder of a fork: the run and the iteration from which it starts."""
+
+
+def starts_fork(folder: Path, iteration: int) -> bool:
+    """Whether a run that continues in a folder from an iteration is a fork of another run."""
+    try:
+        return bool(json.loads((folder / PARENT).read_bytes())["iteration"] == iteration)
+    except (OSError, ValueError, TypeError, LookupError):
+        return False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from megatron_ds.checkpoint import metadata
 from megatron_ds.checkpoint.files import local_files
-from megatron_ds.checkpoint.lineage import Lineage
+from megatron_ds.checkpoint.lineage import Lineage, starts_fork
 from megatron_ds.checkpoint.metadata import (
     Checkpoint,
     DataOrder,
@@ -227,15 +227,17 @@ class Saving(RunCheckpoints):
         """Prepares --save for a run that starts from a checkpoint, or from scratch.
 
         If the folder has newer checkpoints, this run's are a branch of their own, and the user is
-        warned. In the folder that it was loaded from, the pointers name the checkpoint from
-        now on: a --load without --ckpt-step continues this run. Not collective.
+        warned; those of a fork of another run are one as well. In the folder that it was loaded
+        from, the pointers name the checkpoint from now on: a --load without --ckpt-step continues
+        this run. Not collective.
         """
         assert self._folders.save is not None
         folder = self._folders.save.folder
         start = 0 if checkpoint is None else checkpoint.iteration
         newer = [path for path in list_checkpoints(folder) if iteration_of(path) > start]
         if checkpoint is not None:
-            self._branch = checkpoint.run.branch.fork(start) if newer else checkpoint.run.branch
+            is_fork = bool(newer) or starts_fork(folder, start)
+            self._branch = checkpoint.run.branch.fork(start) if is_fork else checkpoint.run.branch
             if folder.samefile(checkpoint.path.parent) and not checkpoint.is_universal:
                 local_files.write_pointers(checkpoint.path)
                 if self.stores.save is not None:

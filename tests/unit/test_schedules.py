@@ -106,6 +106,17 @@ def test_learning_rate_follows_its_formula(style: str, unit: str) -> None:
     assert schedules.learning_rate(config, after(510), 1) == pytest.approx(last)
 
 
+def test_the_stable_phase_is_the_constant_rate_to_the_last_bit() -> None:
+    """So that a decay can be forked from a run without one."""
+    bounds = {"lr": 3e-4, "min_lr": 1e-5, "lr_wsd_decay_samples": 200}
+    runs = [
+        config_with({**BY_SAMPLES, "lr_decay_style": style} | bounds)
+        for style in ("constant", "WSD")
+    ]
+    for done in range(0, 301, 10):
+        assert len({schedules.learning_rate(run, after(done), 1) for run in runs}) == 1
+
+
 @pytest.mark.parametrize(
     ("points", "wrong"),
     [(None, ""), (("0:1", "10"), "10"), (("0:1", "5:1.5"), "5:1.5"), (("7:1", "7:0.5"), "7:0.5")],
