@@ -133,6 +133,7 @@ def _expected_settings(parts: EngineParts) -> EngineSettings:
         master_dtype="bfloat16" if in_effect(precision).bf16_master_weights else "float32",
         optimizer_offload=offload.optimizer_offload,
         param_offload=offload.param_offload,
+        moment_dtypes=tuple(DTYPES[name] for name in options.moment_dtypes.values()),
         loss_scale=_expected_loss_scale(precision, scaler),
         hpz_size=ds_config["zero_optimization"].get("zero_hpz_partition_size", 1),
         passed_keys=tuple(passed.key for passed in passthrough.find(config)),
@@ -142,6 +143,8 @@ def _expected_settings(parts: EngineParts) -> EngineSettings:
 def _expected_optimizer(config: Config, ds_config: Mapping[str, Any]) -> str:
     if config.optimizer.has_8_bit_moments:
         return "AdamW8bit"
+    if config.optimizer.moment_dtypes and config.optimizer.optimizer == "adam":
+        return f"AdamW{' (fused)' if ds_config['optimizer']['params']['fused'] else ''}"
     if config.optimizer.optimizer != "adam":
         return {"sgd": "SGD", "lion": "Lion", "muon": "Muon"}[config.optimizer.optimizer]
     return adam_kernel(config, ds_config).value
@@ -182,6 +185,10 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
         yield "betas", tuple(group["betas"]) if "betas" in group else None
         yield "epsilon", group.get("eps")
         yield "momentum", group.get("momentum")
+    types = getattr(basic, "state_types", {})
+    names = ("exp_avg", "exp_avg_sq") if types else ()
+    dtypes = (str(types.get(name, torch.float32)) for name in names)
+    yield "moment_dtypes", tuple(dtype.removeprefix("torch.") for dtype in dtypes)
     yield "orthogonalized", getattr(basic, "matrix_count", None)
     yield "weight_decay", tuple(group["weight_decay"] for group in basic.param_groups)
     # Without ZeRO the engine clips; with it the optimizer does, by its own copy.
@@ -206,8 +213,19 @@ def _actual_dtypes(engine: Any, stage: int) -> Iterator[tuple[str, torch.dtype]]
         accumulated = [optimizer.grad_partitions_flat_buffer.dtype]
     else:
         accumulated = gradients if stage == 0 else [optimizer.gradient_accumulation_dtype]
+    types = getattr(engine.basic_optimizer, "state_types", {})
+    own_types = {
+        id(state[name])
+        for state in engine.basic_optimizer.state.values()
+        for name in types.keys() & state.keys()
+        if state[name].dtype == types[name]
+    }
     # 8-bit moments are integers.
-    moments = (m for m in _moments(engine.basic_optimizer) if m.is_floating_point())
+    moments = (
+        moment
+        for moment in _moments(engine.basic_optimizer)
+        if moment.is_floating_point() and id(moment) not in own_types
+    )
     masters = (*master_weights(engine), *moments)
     dtypes: dict[str, Iterable[torch.dtype]] = {
         "param_dtype": [*(parameter.dtype for parameter in parameters), *gradients],

@@ -56,6 +56,8 @@ class EngineSettings:
     param_offload: str
     loss_scale: LossScaleSettings | None
     """None without fp16."""
+    moment_dtypes: tuple[str, ...] = ()
+    """Types of first and second moments; empty if they have the type of the master weights."""
     orthogonalized: int | None = None
     """Parameters that Muon updates; None for other optimizers."""
     hpz_size: int = 1

@@ -167,7 +167,8 @@ class _Sizes:
         owned = self.full if inputs.zero_stage == 0 else self.partition
         self.moments = round(inputs.moment_bytes * inputs.moments * owned)
         if inputs.has_matrix_updates and not inputs.has_neuron_moments:
-            self.moments -= FP32 * (self.matrix_share if inputs.zero_stage else elements)
+            seconds = self.matrix_share if inputs.zero_stage else elements
+            self.moments -= inputs.second_moment_bytes * seconds
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
         is_sharded, recompute = in_effect(config.parallel).sequence_parallel, config.recompute
         # Without flex attention, attention runs document by document.

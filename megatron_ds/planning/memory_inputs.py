@@ -33,6 +33,8 @@ class MemoryInputs:
     moments: int
     """Optimizer state tensors per parameter: two for Adam, one for Lion and SGD with momentum."""
     moment_bytes: float = field(kw_only=True, default=FP32)
+    """Of both moments in the mean."""
+    second_moment_bytes: int = field(kw_only=True, default=FP32)
     has_matrix_updates: bool = field(kw_only=True, default=False)
     """Whether Muon updates the matrices of the layers."""
     has_neuron_moments: bool = field(kw_only=True, default=False)
@@ -71,7 +73,10 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
     """
     ds_config, offload = build_ds_config(config, dp_size, device), config.deepspeed
     momentum = int(config.optimizer.sgd_momentum != 0)
-    moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[config.optimizer.optimizer]
+    options = in_effect(config.optimizer)
+    moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[options.optimizer]
+    first, second = (DTYPE_BYTES[n] for n in (options.exp_avg_dtype, options.exp_avg_sq_dtype))
+    moment_bytes = first if moments == 1 else (first + second) / 2
     return MemoryInputs(
         zero_stage=config.zero_stage,
         tp_size=config.parallel.tensor_model_parallel_size,
@@ -80,7 +85,8 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
         accumulation_bytes=DTYPE_BYTES[ds_config["data_types"]["grad_accum_dtype"]],
         reduction_bytes=DTYPE_BYTES[ds_config["communication_data_type"]],
         moments=moments,
-        moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else FP32,
+        moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else moment_bytes,
+        second_moment_bytes=second,
         has_matrix_updates=config.optimizer.optimizer == "muon",
         has_neuron_moments=config.optimizer.normuon,
         zero=ds_config["zero_optimization"],

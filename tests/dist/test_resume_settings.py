@@ -177,6 +177,7 @@ class Layout:
     model: str = "learned"
     tp: int = 1
     ulysses: int = 1
+    moments: str = "fp32"
     precision: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
@@ -185,7 +186,8 @@ class Layout:
         case = Case(WORLD, self.stage, self.tp, 2, self.model, self.optimizer, sp=self.ulysses)
         changes = {"precision": self.precision, "deepspeed": self.deepspeed, "schedule": RATES}
         config = config_of(case, **changes)
-        return config.with_values({"sgd_momentum": 0.9, "param_group": None})
+        types = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), self.moments)
+        return config.with_values({"sgd_momentum": 0.9, "param_group": None, **types})
 
 
 LAYOUTS = {
@@ -193,7 +195,7 @@ LAYOUTS = {
     "zero0 sgd": Layout(0, (*OF_ALL, "sgd_momentum"), "sgd"),
     "zero1": Layout(1),
     "zero1 sgd": Layout(1, (*OF_ALL, "sgd_momentum"), "sgd"),
-    "zero2 tp2": Layout(2, tp=2),
+    "zero2 tp2": Layout(2, tp=2, moments="bf16"),
     "zero3": Layout(3),
     "zero1 bf16": Layout(1, precision=BF16),
     "zero2 bf16": Layout(2, precision=BF16),
@@ -212,12 +214,17 @@ LAYOUTS = {
     "zero3 tp2 fp16 8-bit": Layout(3, OF_ADAM, "8-bit", tp=2, precision=DYNAMIC),
     "zero0 muon": Layout(0, OF_MUON, "muon"),
     "zero1 bf16 muon": Layout(1, OF_MUON, "muon", precision=BF16),
-    "zero2 tp2 muon offload": Layout(2, OF_MUON, "normuon", tp=2, deepspeed=OFFLOAD),
+    "zero2 tp2 muon offload": Layout(
+        2, OF_MUON, "normuon", tp=2, deepspeed=OFFLOAD, moments="bf16"
+    ),
     "zero3 fp16 muon": Layout(3, OF_MUON, "muon", precision=DYNAMIC),
     "zero1 bf16 lion": Layout(1, OF_LION, "lion", precision=BF16),
     "zero2 tp2 lion offload": Layout(2, OF_LION, "lion", tp=2, deepspeed=OFFLOAD),
     "zero3 fp16 lion offload": Layout(
-        3, OF_LION, "lion", precision=DYNAMIC, deepspeed={**OFFLOAD, "remote_device": "cpu"}
+        *(3, OF_LION, "lion"),
+        precision=DYNAMIC,
+        deepspeed={**OFFLOAD, "remote_device": "cpu"},
+        moments="bf16",
     ),
     "zero2 ulysses": Layout(2, (*OF_ADAM, "rotary_base"), model="rope", ulysses=2),
 }

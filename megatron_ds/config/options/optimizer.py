@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.config.fields import ANY_VALUE, UNSET_FLOAT, option_field, when
+from megatron_ds.config.fields import ANY_VALUE, UNSET_FLOAT, in_effect, option_field, when
 from megatron_ds.config.options import param_group
 from megatron_ds.config.options.param_group import ParamGroup
 from megatron_ds.config.problems import Problem
@@ -21,6 +21,7 @@ MUON = when(optimizer="muon")
 LION = when(optimizer="lion")
 
 _fraction = functools.partial(option_field, minimum=0, below=1)
+_moment = functools.partial(option_field, "fp32", choices=("fp32", "bf16"))
 _of_muon = functools.partial(option_field, only_with=MUON)
 
 
@@ -41,6 +42,10 @@ class OptimizerConfig:
     adam_eps: float = option_field(
         1e-8, "epsilon added to the denominator of Adam", minimum=0, only_with=ADAM
     )
+    exp_avg_dtype: str = _moment(
+        "type of first moments and momenta", only_with=when(optimizer=("adam", "muon", "lion"))
+    )
+    exp_avg_sq_dtype: str = _moment("type of second moments", only_with=ADAM)
     use_bnb_optimizer: bool = option_field(
         False,
         "keep Adam's moments in 8 bits, by bitsandbytes (an approximation)",
@@ -148,6 +153,13 @@ class OptimizerConfig:
     @property
     def has_8_bit_moments(self) -> bool:
         return self.optimizer == "adam" and self.use_bnb_optimizer
+
+    @property
+    def moment_dtypes(self) -> dict[str, str]:
+        """The options of the types of moments, by name, unless all are fp32."""
+        options = in_effect(self)
+        types = {name: getattr(options, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+        return {} if set(types.values()) == {"fp32"} else types
 
     @property
     def states(self) -> str:

@@ -90,7 +90,8 @@ def build_ds_config(
         "gradient_accumulation_steps": total // (micro * dp_size),
         "gradient_clipping": config.optimizer.clip_grad,
         **copy.deepcopy(TOP_DEFAULTS),
-        "zero_force_ds_cpu_optimizer": config.optimizer.optimizer == "adam",
+        "zero_force_ds_cpu_optimizer": config.optimizer.optimizer == "adam"
+        and not config.optimizer.moment_dtypes,
         "communication_data_type": accumulation,
         "data_types": {"grad_accum_dtype": accumulation},
         **_precision_blocks(precision, user),
@@ -350,14 +351,18 @@ def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> J
     if options.optimizer == "sgd":
         return {"type": "SGD", "params": params | {"momentum": options.sgd_momentum}}
     if options.optimizer == "lion":
-        return {
-            "type": "megatron_ds.Lion",
-            "params": params | {"betas": [options.lion_beta1, options.lion_beta2]},
-        }
+        params |= {"betas": [options.lion_beta1, options.lion_beta2]}
+        if options.moment_dtypes:
+            params["exp_avg_dtype"] = options.exp_avg_dtype
+        return {"type": "megatron_ds.Lion", "params": params}
     kernel = adam_kernel(config, user, is_available)
     params |= {"betas": [options.adam_beta1, options.adam_beta2], "eps": options.adam_eps}
     if options.has_8_bit_moments:
         return {"type": "bitsandbytes.AdamW8bit", "params": params}
+    params |= options.moment_dtypes
+    if options.optimizer == "adam" and options.moment_dtypes:
+        params["fused"] = is_available(AdamKernel.TORCH_FUSED)
+        return {"type": "megatron_ds.AdamW", "params": params}
     if options.optimizer == "muon":
         return {
             "type": "megatron_ds.Muon",

@@ -352,8 +352,13 @@ def _step_problems(config: Config) -> Iterator[Problem]:
         "nvme_optimizer": config.deepspeed.optimizer_offload == "nvme",
     }
     key = "zero_optimization.offload_optimizer.super_offload"
-    for name in ("cautious_weight_decay",):
-        if getattr(options, name):
-            yield from (exclusive_problem(other, name) for other, holds in reasons.items() if holds)
-            if file is not None and file.get(key):
-                yield file.invalid(key, f"excludes {option(name)}", name)
+    chosen = [name for name, value in options.moment_dtypes.items() if value != "fp32"]
+    only_moments = {
+        "bf16_master_weights": in_effect(config.precision).bf16_master_weights,
+        "optimizer_offload_fraction": in_effect(config.deepspeed).optimizer_offload_fraction < 1,
+    }
+    for name in [*chosen, *["cautious_weight_decay"] * options.cautious_weight_decay]:
+        excluded = reasons | (only_moments if name in chosen else {})
+        yield from (exclusive_problem(other, name) for other, holds in excluded.items() if holds)
+        if file is not None and file.get(key):
+            yield file.invalid(key, f"excludes {option(name)}", name)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.optimizers.adam_kernels import apex_adam
+from megatron_ds.engine.optimizers.adamw import AdamW
 from megatron_ds.engine.optimizers.distributed_matrices import find_matrices
 from megatron_ds.engine.optimizers.lion import Lion
 from megatron_ds.engine.optimizers.muon import Muon
@@ -27,6 +28,8 @@ def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
     Raises:
         UserError: If it was requested and is not installed.
     """
+    if block["type"] == "megatron_ds.AdamW":
+        return partial(AdamW, **block["params"])
     if block["type"] == "megatron_ds.Lion":
         return partial(Lion, **block["params"])
     if block["type"] == "bitsandbytes.AdamW8bit":

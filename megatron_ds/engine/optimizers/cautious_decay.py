@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from megatron_ds.engine.optimizers.lion import CHUNK
+from megatron_ds.engine.optimizers.adamw import CHUNK
 from megatron_ds.engine.optimizers.muon import MATRICES, Muon
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-CHUNK = 2**24
-"""Elements that are updated at once, which bounds the temporary memory: 64 MiB."""
+from megatron_ds.engine.optimizers.adamw import CHUNK, keep_state_types, state_types
 
 
 class Lion(Optimizer):
@@ -26,12 +25,21 @@ class Lion(Optimizer):
         lr: Learning rate.
         betas: Weight of the momentum in the step, and its decay rate.
         weight_decay: Decoupled weight decay.
+        exp_avg_dtype: Type of the state, "fp32" or "bf16".
     """
 
     def __init__(
-        self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        exp_avg_dtype: str = "fp32",
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.state_types = state_types(exp_avg=exp_avg_dtype)
+        keep_state_types(self, self.state_types)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -43,10 +51,12 @@ class Lion(Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
+                    dtype = self.state_types.get("exp_avg")
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
                 tensors = parameter, parameter.grad, state["exp_avg"]
                 flat = (tensor.view(-1).split(CHUNK) for tensor in tensors)
                 for weights, slope, momentum in zip(*flat, strict=True):
-                    direction = momentum.lerp(slope, 1 - betas[0]).sign_()
+                    average = momentum.to(slope.dtype)
+                    direction = average.lerp(slope, 1 - betas[0]).sign_()
                     weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
-                    momentum.lerp_(slope, 1 - betas[1])
+                    momentum.copy_(average.lerp_(slope, 1 - betas[1]))

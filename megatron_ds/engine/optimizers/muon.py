@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
 from megatron_ds.config.options.optimizer import MUON_BATCH
+from megatron_ds.engine.optimizers.adamw import CHUNK, AdamW
 from megatron_ds.engine.optimizers.distributed_matrices import DistributedMatrices, MatrixShard
 
 Coefficients = tuple[float, float, float]
@@ -141,6 +141,8 @@ class Muon(AdamW):
         **adamw: Any,
     ) -> None:
         super().__init__(params, **adamw)
+        if (average := self.state_types.get("exp_avg")) is not None:
+            self.state_types[AVERAGE] = average
         for group in self.param_groups:
             group.setdefault(MATRICES, False)
             group["momentum"] = momentum
@@ -185,9 +187,12 @@ class Muon(AdamW):
             if not state:
                 # AdamW expects a number of steps in every state that is loaded.
                 state["step"] = torch.zeros((), dtype=torch.float32)
-                state |= {name: torch.zeros_like(master) for name in names}
+                types = self.state_types
+                state |= {n: torch.zeros_like(master, dtype=types.get(n)) for n in names}
             state["step"] += 1
-            state[AVERAGE].lerp_(master.grad, 1 - momentum)
+            tensors = (tensor.view(-1).split(CHUNK) for tensor in (state[AVERAGE], master.grad))
+            for average, gradient in zip(*tensors, strict=True):
+                average.copy_(average.to(gradient.dtype).lerp_(gradient, 1 - momentum))
             if not self.is_cautious:
                 master.mul_(1 - decay)
 
@@ -201,7 +206,8 @@ class Muon(AdamW):
             average = state_of(AVERAGE, piece)
             if self._nesterov:
                 assert piece.master.grad is not None
-                average = piece.master.grad.view(-1)[piece.place].lerp(average, momentum)
+                gradient = piece.master.grad.view(-1)[piece.place]
+                average = gradient.lerp(average.to(gradient.dtype), momentum)
             return average
 
         averages, squares = matrices.collect(update_of), None

@@ -260,6 +260,8 @@ def _engine_settings(facts: BannerData) -> Lines:
         f"parameters {settings.param_dtype}; gradients summed in {settings.accumulation_dtype}, "
         f"averaged over ranks in {settings.reduction_dtype}; master weights {settings.master_dtype}"
     )
+    if settings.moment_dtypes:
+        types += f", moments {' and '.join(settings.moment_dtypes)}"
     tiles = "; MLP in tiles" if facts.config.recompute.tiled_mlp else ""
     return [
         ("ZeRO", zero),

@@ -291,6 +291,8 @@ def test_keys_of_a_contradicted_stage_are_not_called_ineffective(merge: Merge) -
         ),
         ("--use-bnb-optimizer --cpu-optimizer", "8-bit-adam-layout"),
         ("--use-bnb-optimizer --num-experts 2", "8-bit-adam-layout"),
+        ("--use-bnb-optimizer --cautious-weight-decay", "mutually-exclusive"),
+        ("--bf16 --bf16-master-weights --zero-stage 3 --exp-avg-dtype bf16", "mutually-exclusive"),
         ("--zero-stage 3 --zero-hpz-partition-size 3", "hpz-size-not-a-divisor"),
         ("--fp16 --initial-loss-scale 1000", "initial-loss-scale-not-power-of-two"),
     ],

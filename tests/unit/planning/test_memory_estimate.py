@@ -317,6 +317,10 @@ def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
     matrices = model_spec(config().model).elements(keep=is_matrix)
     assert full - muon.device["moments"] == pytest.approx(4 * matrices / 4, abs=4)
     assert muon.reduction > states(2).reduction
+    half = {"moment_bytes": 3.0, "second_moment_bytes": 2}
+    assert states(2, **half).device["moments"] == pytest.approx(full * 3 / 4, rel=1e-3)
+    less = states(2, **half, has_matrix_updates=True).device["moments"]
+    assert full * 3 / 4 - less == pytest.approx(2 * matrices / 4, abs=4)
     normuon = states(2, has_matrix_updates=True, has_neuron_moments=True)
     assert normuon.device["moments"] == full
     assert normuon.reduction > muon.reduction

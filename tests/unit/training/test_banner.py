@@ -183,11 +183,13 @@ def test_banner_shows_every_engine_setting() -> None:
 
 def test_banner_counts_the_parameters_that_muon_updates() -> None:
     muon = dataclasses.replace(SETTINGS, optimizer="Muon", momentum=0.95, orthogonalized=96)
+    muon = dataclasses.replace(muon, moment_dtypes=("bfloat16", "float32"))
     options = {"optimizer": "muon", "normuon": True, "cautious_weight_decay": True}
     text = words(CONFIG.with_values(options), settings=muon)
     assert "Muon, momentum 0.95, on 96 matrices (" in text
     assert "simple coefficients, second moments of neurons; AdamW" in text
     assert "cautious weight decay 0.1" in text
+    assert "master weights float64, moments bfloat16 and float32" in text
     spec = model_spec(CONFIG.model, tp_size=2)
     tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
     assert matrices.total() == 96
