@@ -105,6 +105,13 @@ class Options:
         minimum=1,
         only_with=MEGATRON,
     )
+    target_expert_parallel_size: int = option_field(
+        1,
+        "expert-parallel size of the output; other outputs have none",
+        aliases=("target-expert-model-parallel-size",),
+        minimum=1,
+        only_with=when(target_format="megatron"),
+    )
     optimizer_states: bool = option_field(
         False,
         "convert Adam's states, iteration and consumed samples, too, so that Megatron continues "
@@ -221,6 +228,7 @@ class MegatronConverter(Peer):
             "save": "save-dir",
             "target_tensor_parallel_size": "target-tensor-parallel-size",
             "target_pipeline_parallel_size": "target-pipeline-parallel-size",
+            "target_expert_parallel_size": "target-expert-parallel-size",
         },
     )
 
@@ -344,6 +352,7 @@ def convert_checkpoint(options: Options) -> None:
         options.hf_model_type,
         tp_size=options.target_tensor_parallel_size,
         pp_size=options.target_pipeline_parallel_size,
+        ep_size=options.target_expert_parallel_size,
         adam=options.target_adam,
         warn=print_error,
     )

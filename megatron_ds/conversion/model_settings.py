@@ -87,6 +87,14 @@ class ModelSettings:
         return TokenizerConfig(**self.tokenizer) if self.tokenizer else None
 
 
+def resolved(settings: ModelSettings) -> dict[str, Any]:
+    """The fixed values, with each layer that has experts, however they are given."""
+    fixed, moe, model = dict(settings.fixed), settings.moe, settings.model
+    fixed.pop("expert_interval", None)
+    layers = [int(moe.has_experts(layer)) for layer in range(model.num_layers)]
+    return fixed | {"moe_layer_freq": layers if moe.is_used else None}
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Raises:
     UserError: If the file is not a JSON object.

@@ -220,6 +220,8 @@ class WriteOptions:
     """Tensor-parallel size of a megatron or torch_dist target."""
     pp_size: int = 1
     """Pipeline stages of such a target."""
+    ep_size: int = 1
+    """Expert-parallel size of a megatron target."""
     adam: str = "fused"
     """Implementation of Adam that loads the states of a training run: "fused", of Transformer
     Engine or apex, or "torch", torch's AdamW."""
@@ -271,8 +273,9 @@ def check_sizes(settings: ModelSettings, tensors: TensorReaders, path: Path) -> 
     Raises:
         UserError: If an option is invalid, or larger than anything in the files.
     """
-    model = settings.model
+    model, moe = settings.model, settings.moe
     problems = [*field_problems(model), *model.problems(1)]
+    problems += [*field_problems(moe), *moe.problems(model, 1, 1)]
     largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     limits = {**dict.fromkeys(SIZES, largest), "num_layers": len(tensors)}
     if model.is_rotary:  # they have no table

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,15 +16,18 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.names import canonical_name
+from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import grouped, padded
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
+from tests.interop.core_parts import PARTS, state_of, write
 from tests.interop.on_cpu import OnCpu, patch_devices
 from tests.tables import tables
 from tests.unit.conversion.models import (
     OTHER_LLAMA,
+    logits,
     model,
     model_of,
     random_source,
@@ -212,3 +216,19 @@ def test_their_optimizer_loads_the_states(
             assert torch.equal(state[kind], ours(name, source.optimizer[kind])), name
         parameter.grad = torch.ones_like(parameter)
     optimizer.optimizer.step()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_their_models_are_read(core: SimpleNamespace, name: str, tmp_path: Path) -> None:
+    """Experts, multi-latent attention, sinks, gates and predictions, in files of both formats."""
+    theirs = write(PARTS[name], tmp_path / "torch")
+    folder = tmp_path / "torch_dist" / "iter_0000001"
+    folder.mkdir(parents=True)
+    state = state_of(PARTS[name])
+    with OnCpu():
+        core.checkpointing.save({**state, "model": theirs.sharded_state_dict()}, str(folder))
+    torch.serialization.clear_safe_globals()  # as in a process without megatron-core
+    reference = np.load(tmp_path / "torch" / "reference.npz")
+    for path in (tmp_path / "torch", folder):
+        found = logits(open_megatron(path).weights(), torch.from_numpy(reference["tokens"]))
+        assert np.abs(found.numpy() - reference["logits"]).max() < 1e-5, path

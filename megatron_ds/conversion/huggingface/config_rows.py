@@ -92,12 +92,13 @@ def number(keys: str, field: str, cls: type[int] | type[float], default: Any = R
         return {} if value is None else {field: value}
 
     def write(options: ModelConfig | MoEConfig) -> dict[str, Any]:
-        return {keys.split()[0]: _values_of(options)[field]}
+        return {keys.split()[0]: values_of(options)[field]}
 
     return Row(read, write, field in EXPERT_FIELDS)
 
 
-def _values_of(options: ModelConfig | MoEConfig) -> Fields:
+def values_of(options: ModelConfig | MoEConfig) -> Fields:
+    """The values of all fields that a model uses."""
     derived = options.derived_values if isinstance(options, ModelConfig) else {}
     return {**vars(options), **derived}
 
@@ -121,7 +122,7 @@ def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) ->
         return fields or {}
 
     def write(options: ModelConfig | MoEConfig) -> dict[str, Any]:
-        values = _values_of(options)
+        values = values_of(options)
         fitting = (
             value
             for value, fields in meanings.items()

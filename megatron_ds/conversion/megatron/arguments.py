@@ -11,16 +11,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import ModelConfig
+from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.fields import in_effect
 from megatron_ds.config.model.layer_pattern import pattern_of
 from megatron_ds.config.model.position import ROTARY
 from megatron_ds.config.options.tokenizer import TOKENIZERS
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.conversion.huggingface.config_rows import ConfigValues, Fields, Row, ignored
+from megatron_ds.conversion.huggingface.config_rows import (
+    EXPERT_FIELDS,
+    ConfigValues,
+    Fields,
+    Row,
+    ignored,
+    values_of,
+)
 from megatron_ds.conversion.megatron.names import QkvOrder, RowOrders
+from megatron_ds.conversion.model_settings import ModelSettings, resolved
 from megatron_ds.conversion.safe_unpickle import StandIn
+from megatron_ds.model.spec.architecture import DENSE
 
 GATED = ("swiglu", "geglu", "quick-geglu", "reglu", "liglu")
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -35,23 +43,45 @@ def _value(names: str) -> Row:
         values = (value for key in keys if (value := args.values.get(key)) is not None)
         return {keys[0]: next(values, TABLES["defaults"].get(keys[0]))}
 
-    def write(model: ModelConfig) -> dict[str, Any]:
-        return dict.fromkeys(keys, {**vars(model), **model.derived_values}[keys[0]])
+    def write(options: ModelConfig | MoEConfig) -> dict[str, Any]:
+        return dict.fromkeys(keys, values_of(options)[keys[0]])
 
-    return Row(read, write)
+    return Row(read, write, keys[0] in EXPERT_FIELDS)
 
 
 def _read_parts(args: ConfigValues) -> Fields:
     """No field: our model lacks what these arguments ask for."""
-    experts = args.values.get("num_experts")
-    counts = experts if isinstance(experts, list | tuple) else [experts]
     for name, part in TABLES["unsupported"].items():
         value = args.values.get(name)
-        if value and value != TABLES["harmless"].get(name):
+        chosen = value if isinstance(value, list | tuple) else [value]
+        if any(item and item not in TABLES["harmless"].get(name, ()) for item in chosen):
             args.lacking.append(f"{part} ({name} {value})")
-    if any(count and count > 1 for count in counts):
-        args.lacking.append(f"experts (num_experts {experts})")
     return {}
+
+
+def _read_experts(args: ConfigValues) -> Fields:
+    """Experts of Megatron-LM; the files of the forks have others."""
+    values = args.values
+    experts, layers = values.get("num_experts"), values.get("moe_layer_freq") or 1
+    if experts == 1 or (isinstance(experts, list | tuple) and max(experts, default=1) > 1):
+        args.lacking.append(f"experts (num_experts {experts})")
+    if not isinstance(experts, int):
+        return {}
+    return {
+        "num_experts": (experts,),
+        "moe_layer_freq": None if layers == 1 else str(layers),
+        "moe_router_bias": bool(values.get("add_bias_linear", True)),
+    }
+
+
+def _write_experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    layers = [int(moe.has_experts(layer)) for layer in range(model.num_layers)]
+    is_mixed = moe.is_used and not all(layers)
+    return {
+        "num_experts": moe.experts if moe.is_used else None,
+        "moe_layer_freq": layers if is_mixed else 1,
+        "moe_grouped_gemm": False,
+    }
 
 
 def _read_activation(args: ConfigValues) -> Fields:
@@ -80,6 +110,9 @@ def _write_activation(model: ModelConfig) -> dict[str, Any]:
 def _read_positions(args: ConfigValues) -> Fields:
     values = args.values
     position_type = values.get("position_embedding_type")
+    if values.get("multi_latent_attention"):
+        position_type = values.get("rope_type") or "yarn"
+        values = {**values, **{key: values.get(name) for key, name in TABLES["latent"].items()}}
     is_rotary = values.get("use_rotary_position_embeddings")
     has_table = values.get("add_position_embedding", True)
     if isinstance(position_type, StandIn):
@@ -120,12 +153,15 @@ def _read_rope(values: Mapping[str, Any], position_type: str) -> Fields:
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
     bases = [int(base) if base.is_integer() else base for base in model.rotary_bases]
     skipped = list(map(int, model.rope_layers["no_rope_freq"]))
+    written = {
+        key: getattr(model, names.split()[0])
+        for names in TABLES[model.position_embedding_type]
+        for key in names.split()
+    }
+    if model.multi_latent_attention:
+        written |= {name: written[key] for key, name in TABLES["latent"].items() if key in written}
     return {
-        **{
-            key: getattr(model, names.split()[0])
-            for names in TABLES[model.position_embedding_type]
-            for key in names.split()
-        },
+        **written,
         "rotary_base": bases[0],
         "rotary_base_per_layer": bases if len(set(bases)) > 1 else None,
         "no_rope_freq": skipped if any(skipped) else None,
@@ -133,8 +169,11 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write_positions(model: ModelConfig) -> dict[str, Any]:
-    position_type = model.position_embedding_type
+    position_type, rope_type = model.position_embedding_type, None
+    if model.multi_latent_attention:
+        position_type, rope_type = "rope", position_type
     return {
+        "rope_type": rope_type,
         "position_embedding_type": position_type if model.is_rotary else "learned_absolute",
         "add_position_embedding": position_type == "learned_absolute",
         "use_rotary_position_embeddings": position_type == "rope",
@@ -190,6 +229,7 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
 ROWS = (
     Row(_read_windows, _write_windows),
     Row(_read_parts, ignored(**TABLES["constant"]).write),
+    Row(_read_experts, ignored().write),
     Row(_read_activation, _write_activation),
     Row(_read_positions, _write_positions),
     Row(_read_norm, _value("normalization").write),
@@ -211,7 +251,7 @@ def model_settings(args: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Our model's options, as far as the arguments of a checkpoint determine them.
 
     Returns:
-        Values of fields of `ModelConfig`.
+        Values of fields of `ModelConfig` and of `MoEConfig`.
 
     Raises:
         UserError: If the arguments ask for a part that our model lacks.
@@ -225,18 +265,28 @@ def model_settings(args: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def model_arguments(model: ModelConfig) -> dict[str, Any]:
+def model_arguments(model: ModelConfig, moe: MoEConfig = DENSE) -> dict[str, Any]:
     """The arguments of a model."""
-    return {name: value for row in ROWS for name, value in row.write(model).items()}
+    arguments = _write_experts(model, moe)
+    for row in ROWS:
+        arguments |= row.write(moe if row.is_of_experts else model)
+    return arguments
 
 
-def lacking_parts(model: ModelConfig) -> Iterator[str]:
+def lacking_parts(model: ModelConfig, moe: MoEConfig = DENSE) -> Iterator[str]:
     """Parts of our model that its arguments do not describe, since Megatron's models lack them."""
-    read = {**vars(ModelConfig()), **model_settings(model_arguments(model), Path())}
-    values = {**vars(in_effect(model)), **model.derived_values}
-    for name, part in TABLES["exported"].items():
-        if (value := values[name]) != read[name]:
-            yield part.format(value)
+    read = ModelSettings(model_settings(model_arguments(model, moe), Path()))
+    described, wanted = (
+        resolved(ModelSettings.of(settings.model, settings.moe, None, None))
+        for settings in (read, ModelSettings.of(model, moe, None, None))
+    )
+    defaults = {**vars(ModelConfig()), **vars(DENSE)}
+    for name in sorted({*described, *wanted} - {*TABLES["expressed"]}):
+        value = wanted.get(name, defaults[name])
+        if value != described.get(name, defaults[name]):
+            yield TABLES["exported"].get(name, f"{name} {{}}").format(value)
+    if moe.moe_shared_expert_intermediate_size and moe.is_used and model.add_bias_linear:
+        yield "biases of shared experts"
 
 
 def is_neox(state: Mapping[str, Any]) -> bool:
@@ -318,6 +368,7 @@ def row_orders(
         groups=settings.get("num_query_groups") or heads,
         head_dim=settings.get("kv_channels") or settings["hidden_size"] // heads,
         qkv=qkv_order(args, version),
+        has_gate=bool(settings.get("attention_output_gate")),
         gated=settings.get("activation") in GATED,
         up_first=bool(args.get("glu_activation")),
     )

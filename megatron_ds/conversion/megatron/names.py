@@ -7,14 +7,18 @@ names of Transformer Engine. Knows no files.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ds.config.data_files import read_table
+from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.model.spec.architecture import unit_weights
 from megatron_ds.parallel.weights import Weight
 
@@ -24,8 +28,15 @@ COPY = "word_embeddings_for_head."
 """The last pipeline stage's copy of a tied embedding."""
 LAYER = re.compile(r"layers\.(\d+)\.")
 KIND = re.compile(r"(.+[._])(weight|bias|scale)")
-NAMES: dict[str, list[str]] = read_table(__file__)
-MODULES = {name: module for module, names in NAMES.items() for name in names}
+DEPTH = re.compile(r"mtp\.layers\.(\d+)\.((?:transformer|mtp_model)_layer\.)?")
+"""Start of the name of a weight of multi-token prediction, or of its transformer layer."""
+EXPERT = re.compile(
+    r"(.*mlp\.experts\.)(?:(?:local_)?experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d+)?"
+)
+"""A weight of one expert, or of all of a rank."""
+NAMES: dict[str, Any] = read_table(__file__)
+START = NAMES.pop("start")
+MODULES = {name: module for module, names in NAMES.items() for name in names if name}
 
 
 class QkvOrder(StrEnum):
@@ -49,6 +60,8 @@ class RowOrders:
     gated: bool = False
     up_first: bool = False
     """A gated MLP's first half is the one that is not activated."""
+    has_gate: bool = False
+    """Whether queries are followed by the rows of their gates."""
 
 
 def is_ignored(name: str) -> bool:
@@ -61,13 +74,24 @@ def is_copy(name: str) -> bool:
     return name.startswith(COPY)
 
 
-def canonical_name(name: str) -> str | None:
-    """Our name of a weight whose layer is counted over the complete model; None if it is
-    unknown."""
+def canonical_name(name: str, num_layers: int = 0) -> str | None:
+    """Our name of a weight whose layer is counted over the complete model; None if it is unknown.
+
+    Args:
+        name: Megatron's, of all experts for those of an expert.
+        num_layers: Layers before those of multi-token prediction.
+    """
     name = PREFIX.sub("", name)
-    layer = LAYER.match(name)
-    prefix = layer[0] if layer else ""
-    inner = re.sub(r"^attention\.", "self_attention.", name.removeprefix(prefix))
+    prefix, depth = "", DEPTH.match(name)
+    if depth and depth[2]:
+        name = f"layers.{num_layers + int(depth[1])}.{name[depth.end() :]}"
+    elif depth:
+        prefix, name = f"predictions.{depth[1]}.", f"mtp.{name[depth.end() :]}"
+    if layer := LAYER.match(name):
+        prefix = layer[0]
+    inner = re.sub(r"^attention\.", "self_attention.", name[layer.end() if layer else 0 :])
+    if inner in MODULES:
+        return f"{prefix}{MODULES[inner]}"
     match = KIND.fullmatch(inner)
     module = MODULES.get(match[1]) if match else None
     if match is None or module is None:
@@ -75,10 +99,78 @@ def canonical_name(name: str) -> str | None:
     return f"{prefix}{module}.{'weight' if match[2] == 'scale' else match[2]}"
 
 
-def megatron_name(name: str, *, core: bool) -> str:
-    """Megatron's name of a weight, without its layer and prefix."""
-    module, _, suffix = LAYER.sub("", name).rpartition(".")
-    return f"{NAMES[module][core]}{suffix}"
+def legacy_name(name: str) -> str:
+    """Name of a weight before Megatron Core, without layer and prefix; empty if there was none."""
+    module, suffix = _module(name)
+    legacy: str = NAMES[module][0]
+    return legacy and legacy + suffix
+
+
+def core_names(names: Collection[str], num_layers: int) -> dict[str, str]:
+    """Names of a model's weights in Megatron Core with the layers of Transformer Engine.
+
+    A norm is part of the linear layer after it, where there is one.
+
+    Args:
+        names: Ours, of all weights.
+        num_layers: Layers before those of multi-token prediction.
+    """
+    layers = {name.rpartition(".")[0] for name in names}
+
+    def is_there(prefix: str, choice: str) -> bool:
+        linear = choice.partition(".layer_norm_")[0]
+        return linear == choice or f"{prefix}{MODULES[f'{linear}.']}" in layers
+
+    def core_name(name: str) -> str:
+        module, suffix = _module(name)
+        match = LAYER.match(name)
+        prefix = match[0] if match else ""
+        inner = next(choice for choice in NAMES[module][1:] if is_there(prefix, choice)) + suffix
+        if match is None or int(match[1]) < num_layers:
+            depth = name.split(".")[1] if name.startswith("predictions.") else ""
+            inner = inner.replace("mtp.", f"mtp.layers.{depth}.")
+            return f"{START.get(name.split('.')[0], '')}{prefix}{inner}"
+        return f"mtp.layers.{int(match[1]) - num_layers}.mtp_model_layer.{inner}"
+
+    return {name: core_name(name) for name in names}
+
+
+def _module(name: str) -> tuple[str, str]:
+    """The entry of `NAMES` of a weight of ours, and the end of its name."""
+    inner = re.sub(r"^(layers|predictions)\.\d+\.", "", name)
+    module, _, suffix = inner.rpartition(".")
+    return (inner, "") if inner in NAMES else (module, suffix)
+
+
+def stack_experts(ranks: Sequence[Mapping[str, TensorReader]]) -> dict[str, TensorReader]:
+    """Weights of expert-parallel ranks under their names without the number of an expert.
+
+    Those of experts get a first axis that counts them.
+    """
+    tensors: dict[str, TensorReader] = {}
+    stacks: dict[str, dict[tuple[int, int], TensorReader]] = defaultdict(dict)
+    for rank, weights in enumerate(ranks):
+        for name, tensor in weights.items():
+            if match := EXPERT.fullmatch(name):
+                index = match[2] or match[4]
+                stacks[f"{match[1]}{match[3]}"][rank, int(index or 0)] = (
+                    tensor if index is None else _stacked(tensor)
+                )
+            else:
+                tensors.setdefault(name, tensor)
+    for name, stack in stacks.items():
+        parts = [part for _, part in sorted(stack.items())]
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        tensors[name] = TensorReader.full(shape, parts[0].dtype, partial(_concatenated, parts))
+    return tensors
+
+
+def _stacked(tensor: TensorReader) -> TensorReader:
+    return TensorReader.full((1, *tensor.shape), tensor.dtype, lambda: tensor.read()[None])
+
+
+def _concatenated(parts: Sequence[TensorReader]) -> Tensor:
+    return torch.cat([part.read() for part in parts])
 
 
 def join(name: str, shards: Sequence[Tensor], orders: RowOrders) -> Tensor:
@@ -92,11 +184,11 @@ def join(name: str, shards: Sequence[Tensor], orders: RowOrders) -> Tensor:
     if ".attention.qkv." in name:
         ranks = [_split_qkv(shard, orders, len(shards)) for shard in shards]
         return torch.cat([part for parts in zip(*ranks, strict=True) for part in parts])
-    if ".mlp.fc_in." in name and orders.gated:
-        halves = [shard.chunk(2) for shard in shards]
-        order = (1, 0) if orders.up_first else (0, 1)
-        return torch.cat([half[index] for index in order for half in halves])
     dim = _cut_dimension(name)
+    if dim is not None and ".fc_in." in name and orders.gated:
+        halves = [shard.chunk(2, dim) for shard in shards]
+        order = (1, 0) if orders.up_first else (0, 1)
+        return torch.cat([half[index] for index in order for half in halves], dim)
     return shards[0] if dim is None or len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
@@ -130,6 +222,8 @@ def _split_qkv(shard: Tensor, orders: RowOrders, ranks: int) -> tuple[Tensor, ..
             parts = shard.view(heads, size, 3, *rest).unbind(2)
         case QkvOrder.GROUPED:
             per_group = heads // groups
-            grouped = shard.view(groups, per_group + 2, size, *rest)
-            parts = grouped.split([per_group, 1, 1], dim=1)
+            sizes = [per_group] * (1 + orders.has_gate) + [1, 1]
+            grouped = shard.view(groups, sum(sizes), size, *rest)
+            parts = grouped.split(sizes, dim=1)
+            parts = parts if len(parts) == 3 else (parts[0], *parts[2:], parts[1])
     return tuple(part.reshape(-1, *rest) for part in parts)

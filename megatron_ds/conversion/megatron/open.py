@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.megatron import arguments as megatron_args
 from megatron_ds.conversion.megatron.detect import (
@@ -79,18 +78,18 @@ def _open(checkpoint: MegatronCheckpoint, flags: Mapping[str, Any]) -> SourceChe
     if is_neox:
         args = megatron_args.neox_arguments(state, checkpoint.path)
     settings = megatron_args.model_settings(args, checkpoint.path)
-    complete = settings or dict(flags)
-    if not complete.get("num_attention_heads"):
+    options = settings or dict(flags)
+    if not options.get("num_attention_heads"):
         raise user_error("megatron-without-arguments", path=checkpoint.path)
     if checkpoint.kind == TORCH_DIST or is_neox:
-        orders = megatron_args.row_orders(complete, {}, 3.0)  # the same in all versions
+        orders = megatron_args.row_orders(options, {}, 3.0)  # the same in all versions
         if is_neox and orders.groups != orders.heads:
             orders = dataclasses.replace(orders, qkv=QkvOrder.BLOCKS)
     else:
-        orders = megatron_args.row_orders(complete, args, state.get("checkpoint_version"))
-    tensors = _canonical(checkpoint.path, weights.shards, orders, complete)
+        orders = megatron_args.row_orders(options, args, state.get("checkpoint_version"))
+    tensors = _canonical(checkpoint.path, weights.shards, orders, options)
     optimizer = {
-        key: _canonical(checkpoint.path, shards, orders, complete)
+        key: _canonical(checkpoint.path, shards, orders, options)
         for key, shards in weights.optimizer.items()
     }
     table = tensors.get(VOCABULARY_TABLES[0])
@@ -98,8 +97,10 @@ def _open(checkpoint: MegatronCheckpoint, flags: Mapping[str, Any]) -> SourceChe
     rows = vocab_size or (table.shape[0] if table else 0)
     described = ModelSettings({}, {"vocab_size": rows})
     if settings:
-        config = ModelConfig(**settings, vocab_size=rows)
-        described = ModelSettings.of(config, MoEConfig(), None, None)
+        if "num_experts" in settings:  # older versions of Megatron Core have no such bias
+            settings["moe_router_bias"] = any("router.bias" in name for name in tensors)
+        complete = ModelSettings({**settings, "vocab_size": rows})
+        described = ModelSettings.of(complete.model, complete.moe, None, None)
         tokenizer = megatron_args.tokenizer_settings(args)
         described = dataclasses.replace(described, tokenizer=tokenizer)
         check_sizes(described, tensors, checkpoint.path)
@@ -136,7 +137,7 @@ def _canonical(
     tensors: dict[str, TensorReader] = {}
     unknown = []
     for foreign, shards in weights.items():
-        name = canonical_name(foreign)
+        name = canonical_name(foreign, settings.get("num_layers") or 0)
         if name is None:
             unknown.append(foreign)
         elif not (name == "head.weight" and tied):
@@ -145,8 +146,9 @@ def _canonical(
         raise user_error("megatron-weights-unknown", path=path, names=", ".join(sorted(unknown)))
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     expected = settings.get("num_layers") or len(layers)
-    if len(layers) != expected or layers != {str(layer) for layer in range(expected)}:
-        raise user_error("megatron-layers-missing", path=path, found=len(layers), expected=expected)
+    count = len(layers) - (settings.get("mtp_num_layers") or 0)
+    if count != expected or layers != {str(layer) for layer in range(len(layers))}:
+        raise user_error("megatron-layers-missing", path=path, found=count, expected=expected)
     return tensors
 
 

@@ -3,10 +3,10 @@
 Owns which file has which pipeline stage and tensor-parallel rank, and where a layer of a stage is
 in the complete model. Files are memory-mapped. Keeps Megatron's names and rows.
 
-    iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt    Megatron-LM; layers restart at 0 in a stage
-    iter_0001000/mp_rank_TT[_PPP]/distrib_optim.pt      states of its distributed optimizer
-    global_step1000/layer_NN-model_TT-model_states.pt   DeepSpeed with pipeline engine
-    global_step1000/mp_rank_TT_model_states.pt          DeepSpeed without
+    iter_0001000/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt  Megatron-LM; layers restart in a stage
+    iter_0001000/mp_rank_TT[_PPP]/distrib_optim.pt          states of its distributed optimizer
+    global_step1000/layer_NN-model_TT-model_states.pt       DeepSpeed with pipeline engine
+    global_step1000/mp_rank_TT_model_states.pt              DeepSpeed without
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.megatron.arguments import arguments_of
 from megatron_ds.conversion.megatron.deepspeed import read_states, zero3_parameters, zero3_states
 from megatron_ds.conversion.megatron.distributed_optimizer import assign_buffers, buckets_of
-from megatron_ds.conversion.megatron.names import LAYER, PREFIX, is_copy, is_ignored
+from megatron_ds.conversion.megatron.names import (
+    LAYER,
+    PREFIX,
+    is_copy,
+    is_ignored,
+    stack_experts,
+)
 from megatron_ds.conversion.megatron.optimizer import OptimizerStates, assign_states, steps_of
 from megatron_ds.conversion.safe_unpickle import read_foreign
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
@@ -60,35 +67,56 @@ class MegatronContents:
 
 def read_legacy(folder: Path) -> MegatronContents:
     """Opens `mp_rank_*` folders below an `iter_*` or `release` folder."""
-    files: dict[tuple[int, ...], Path] = {}
-    for path in sorted(folder.glob("mp_rank_*")):
-        if (match := RANK_FOLDER.fullmatch(path.name)) is None:
-            continue
-        if int(match[3] or 0) > 0:
-            raise user_error("megatron-part-unsupported", path=folder, part="expert parallelism")
-        files[int(match[2] or 0), int(match[1])] = path / "model_optim_rng.pt"
-    stages, ranks = _sizes(folder, files)
+    files = _rank_files(folder)
+    stages, ranks, expert_ranks = _sizes(folder, files)
     kinds: dict[str, Shards] = defaultdict(lambda: defaultdict(list))
     state: dict[str, Any] = {}
     states: list[OptimizerStates] = []
     for rank in range(ranks):
-        loaded = [read_state_dict(files[stage, rank]) for stage in range(stages)]
-        state = state or {key: value for key, value in loaded[0].items() if key != "model"}
-        chunks = [_chunks(content) for content in loaded]
+        loaded = [
+            [read_state_dict(files[stage, rank, expert_rank]) for stage in range(stages)]
+            for expert_rank in range(expert_ranks)
+        ]
+        state = state or {key: value for key, value in loaded[0][0].items() if key != "model"}
+        chunks = [[_chunks(content) for content in contents] for contents in loaded]
         _add(kinds[WEIGHTS], chunks, rank)
         stage_states = [
-            _optimizer_states(tensors, loaded[stage].get("optimizer"), files[stage, rank].parent)
-            for stage, tensors in enumerate(chunks)
+            _optimizer_states(tensors, content.get("optimizer"), files[stage, rank, 0].parent)
+            for stage, (tensors, content) in enumerate(zip(chunks[0], loaded[0], strict=True))
         ]
         states += stage_states
         for key in stage_states[0].by_kind if not any(part.unread for part in states) else ():
-            _add(kinds[key], [part.by_kind[key] for part in stage_states], rank)
+            _add(kinds[key], [[part.by_kind[key] for part in stage_states]], rank)
     unread = next((part.unread for part in states if part.unread), "")
     return _contents(folder, state, kinds, ranks, states[0].steps, unread)
 
 
+def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
+    """The files by pipeline stage, tensor- and expert-parallel rank.
+
+    Of two numbers, the second counts stages if there are several.
+    """
+    matches = [RANK_FOLDER.fullmatch(path.name) for path in sorted(folder.glob("mp_rank_*"))]
+    files: dict[tuple[int, ...], Path] = {}
+    args: Mapping[str, Any] = {}
+    for match in filter(None, matches):
+        path = folder / match[0] / "model_optim_rng.pt"
+        args = args or arguments_of(read_state_dict(path).get("args"))
+        rank, stage, expert_rank = (int(index or 0) for index in match.groups())
+        if match[3] is None and args.get("pipeline_model_parallel_size") == 1:
+            stage, expert_rank = 0, stage
+        files[stage, rank, expert_rank] = path
+    tp_size, expert_tp = args.get("tensor_model_parallel_size"), "expert_tensor_parallel_size"
+    if args.get("num_experts") and args.get(expert_tp) not in (None, tp_size):
+        part = f"experts of {expert_tp} {args[expert_tp]} beside others of {tp_size}"
+        raise user_error("megatron-part-unsupported", path=folder, part=part)
+    return files
+
+
 def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path) -> OptimizerStates:
     """The states of a rank, in its file or the distributed optimizer's."""
+    if any(".mlp.experts." in name for chunk in chunks for name in chunk):
+        return OptimizerStates(unread="its optimizer states of experts are not read")
     path = folder / BUFFERS
     if not isinstance(saved, Mapping) or not path.is_file():
         return assign_states(chunks, saved)
@@ -120,11 +148,11 @@ def read_deepspeed(folder: Path) -> MegatronContents:
         return MegatronContents(state, pipeline, *saved)
     if not states:
         return _zero3_files(folder, zero3, state)
-    files = {(0, *rank): path for rank, path in states.items()}
-    _, ranks = _sizes(folder, files)
+    files = {(0, *rank, 0): path for rank, path in states.items()}
+    _, ranks, _ = _sizes(folder, files)
     shards: Shards = defaultdict(list)
     for rank in range(ranks):
-        module = first["module"] if rank == 0 else read_state_dict(files[0, rank])["module"]
+        module = first["module"] if rank == 0 else read_state_dict(files[0, rank, 0])["module"]
         for name, tensor in _flatten(module):
             shards[PREFIX.sub("", name)].append(TensorReader.of(tensor))
     saved = read_states(folder, shards, lambda name: PREFIX.sub("", name), read_state_dict)
@@ -226,20 +254,21 @@ def read_state_dict(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _sizes(folder: Path, files: Mapping[tuple[int, ...], Path]) -> tuple[int, int]:
-    """Pipeline stages and tensor-parallel ranks of complete files, by (stage, rank)."""
+def _sizes(folder: Path, files: Mapping[tuple[int, ...], Path]) -> tuple[int, ...]:
+    """Pipeline stages, tensor- and expert-parallel ranks of complete files, by these."""
     if not files:
         raise user_error("megatron-files-missing", folder=folder, names="mp_rank_00")
-    stages, ranks = (1 + max(key[axis] for key in files) for axis in (0, 1))
+    stages, ranks, expert_ranks = sizes = [1 + max(key[axis] for key in files) for axis in range(3)]
     missing = [
-        f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
-        for stage in range(stages)
-        for rank in range(ranks)
-        if (stage, rank) not in files
+        f"mp_rank_{rank:02d}"
+        + (f"_{stage:03d}" if stages > 1 else "")
+        + (f"_{expert_rank:03d}" if expert_ranks > 1 else "")
+        for stage, rank, expert_rank in itertools.product(*map(range, sizes))
+        if (stage, rank, expert_rank) not in files
     ]
     if missing:
         raise user_error("megatron-files-missing", folder=folder, names=", ".join(missing))
-    return stages, ranks
+    return stages, ranks, expert_ranks
 
 
 def _chunks(loaded: Mapping[str, Any]) -> list[dict[str, Tensor]]:
@@ -253,16 +282,31 @@ def _chunks(loaded: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     return [{PREFIX.sub("", name): tensor for name, tensor in _flatten(chunk)} for chunk in chunks]
 
 
-def _add(shards: Shards, stages: Sequence[Sequence[Mapping[str, Tensor]]], rank: int) -> None:
-    """Adds the tensors of one rank's stages, without a stage's copy of another one's."""
+def _add(
+    shards: Shards, ranks: Sequence[Sequence[Sequence[Mapping[str, Tensor]]]], rank: int
+) -> None:
+    """Adds the tensors of one tensor-parallel rank, without a stage's copy of another one's.
+
+    Args:
+        shards: Receives them.
+        ranks: Tensors by expert-parallel rank, stage and chunk.
+        rank: The tensor-parallel rank.
+    """
+    stages = [
+        [
+            stack_experts([{name: TensorReader.of(part[name]) for name in part} for part in chunk])
+            for chunk in zip(*stage, strict=True)
+        ]
+        for stage in zip(*ranks, strict=True)
+    ]
     for name, tensor in _stages_as_one(stages):
         if not is_copy(name) and len(shards[name]) <= rank:
-            shards[name].append(TensorReader.of(tensor))
+            shards[name].append(tensor)
 
 
 def _stages_as_one(
-    stages: Sequence[Sequence[Mapping[str, Tensor]]],
-) -> Iterator[tuple[str, Tensor]]:
+    stages: Sequence[Sequence[Mapping[str, TensorReader]]],
+) -> Iterator[tuple[str, TensorReader]]:
     """The weights of all stages, with layers counted over the complete model.
 
     Chunk v of all stages comes before chunk v + 1 of any.

@@ -21,6 +21,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.conversion.megatron.arguments import lacking_parts, model_arguments
 from megatron_ds.conversion.megatron.detect import TRACKER
+from megatron_ds.conversion.megatron.names import legacy_name
 from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, WriteOptions
 
 RELEASE = "release"
@@ -38,13 +39,20 @@ TORCH_GROUP = {
 
 def check_parts(source: SourceCheckpoint, options: WriteOptions) -> None:
     """Raises UserError if Megatron's model lacks a part, or the sizes do not divide it."""
-    model, tp_size, pp_size = source.settings.model, options.tp_size, options.pp_size
-    raise_if_any(model.problems(tp_size))
-    experts = ["experts"] if source.settings.moe.is_used else []
-    if lacking := ", ".join([*lacking_parts(model), *experts]):
+    settings, tp_size, pp_size = source.settings, options.tp_size, options.pp_size
+    model, moe = settings.model, settings.moe
+    raise_if_any([*model.problems(tp_size), *moe.problems(model, tp_size, options.ep_size)])
+    if lacking := ", ".join(lacking_parts(model, moe)):
         raise user_error("megatron-export-unsupported", parts=lacking)
+    if source.training is not None and is_of_core(source):
+        raise user_error("megatron-export-states")
     if model.num_layers % pp_size:
         raise user_error("megatron-export-stages", num_layers=model.num_layers, pp_size=pp_size)
+
+
+def is_of_core(source: SourceCheckpoint) -> bool:
+    """Whether only Megatron Core has the parts of a model."""
+    return source.settings.model.attention_output_gate or not all(map(legacy_name, source.tensors))
 
 
 @contextmanager
@@ -133,9 +141,11 @@ def padded_vocab(source: SourceCheckpoint, tp_size: int) -> int:
 
 
 def grouped(full: Tensor, model: ModelConfig) -> Tensor:
-    """[Q; K; V] to the queries, the key and the value of each key-value head."""
+    """[Q; K; V; gates] to the queries, their gates, the key and the value of each key-value
+    head."""
     heads, groups, size = model.num_attention_heads, model.kv_heads, model.head_dim
-    parts = full.split([heads * size, groups * size, groups * size])
+    q, k, v, gates = full.split([heads * size, groups * size, groups * size, model.gate_size])
+    parts = (q, gates, k, v) if model.gate_size else (q, k, v)
     by_group = [part.view(groups, -1, size, *full.shape[1:]) for part in parts]
     return torch.cat(by_group, dim=1).reshape(full.shape)
 
@@ -146,15 +156,17 @@ def _arguments(source: SourceCheckpoint, options: WriteOptions) -> dict[str, Any
     model, tokenizer = source.settings.model, source.settings.tokenizer
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     return {
-        **model_arguments(model),
+        **model_arguments(model, source.settings.moe),
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "onnx_safe": None,
         "padded_vocab_size": padded_vocab(source, tp_size),
         "tokenizer_type": tokenizer.get("tokenizer_type"),
         "tensor_model_parallel_size": tp_size,
         "pipeline_model_parallel_size": pp_size,
+        "expert_model_parallel_size": options.ep_size,
+        "expert_tensor_parallel_size": tp_size,
         "virtual_pipeline_model_parallel_size": None,
         "fp16": dtypes == {torch.float16},
         "bf16": dtypes == {torch.bfloat16},
-        "world_size": tp_size * pp_size,
+        "world_size": tp_size * pp_size * options.ep_size,
     }

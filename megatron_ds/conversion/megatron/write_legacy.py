@@ -1,12 +1,13 @@
 """Writes a checkpoint of Megatron-LM in files of its `torch` format.
 
-Owns names and shards of checkpoint version 3, and the order of the optimizer's states. One file is
-in memory at a time, besides one full tensor.
+Owns shards of checkpoint version 3, and the order of the optimizer's states. One file is in memory
+at a time, besides one full tensor.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
-from megatron_ds.conversion.megatron.names import megatron_name
+from megatron_ds.conversion.megatron.names import core_names, legacy_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import (
     TORCH,
@@ -25,6 +26,7 @@ from megatron_ds.conversion.megatron.write_common import (
     checkpoint_folder,
     common_state,
     grouped,
+    is_of_core,
     padded,
     padded_vocab,
 )
@@ -38,6 +40,8 @@ from megatron_ds.conversion.source import (
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from megatron_ds.parallel.sharding import take_shard
 from megatron_ds.parallel.weights import ShardSpec
+
+DECODER = re.compile(r"(decoder\.layers\.)(\d+)")
 
 
 def write_megatron(
@@ -64,16 +68,18 @@ def write_megatron(
     check_parts(source, options)
     state = common_state(source, options)
     with checkpoint_folder(source, folder) as temporary:
-        for stage in range(options.pp_size):
-            for rank in range(options.tp_size):
-                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if options.pp_size > 1 else "")
-                path = temporary / name / "model_optim_rng.pt"
-                path.parent.mkdir()
-                part = _Stage(source, options, stage, rank, on_tensor)
-                content = {**state, "model": part.model()}
-                if source.training is not None:
-                    content["optimizer"] = part.optimizer(source.training, options.adam)
-                torch.save(content, path)
+        sizes = (options.pp_size, options.tp_size, options.ep_size)
+        for stage, rank, expert_rank in itertools.product(*map(range, sizes)):
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if options.pp_size > 1 else "")
+            name += f"_{expert_rank:03d}" if options.ep_size > 1 else ""
+            path = temporary / name / "model_optim_rng.pt"
+            path.parent.mkdir()
+            part = _Stage(source, options, stage, rank, expert_rank, on_tensor)
+            model = dict(part.core_model()) if is_of_core(source) else part.model()
+            content = {**state, "model": model}
+            if source.training is not None:
+                content["optimizer"] = part.optimizer(source.training, options.adam)
+            torch.save(content, path)
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class _Stage:
     options: WriteOptions
     stage: int
     rank: int
+    expert_rank: int
     on_tensor: OnTensor
 
     @property
@@ -117,6 +124,24 @@ class _Stage:
             model["word_embeddings_for_head"] = {"weight": copy}
         return model
 
+    def core_model(self) -> Iterator[tuple[str, Tensor]]:
+        """The state dict of Megatron Core's model."""
+        depths = self.source.settings.model.mtp_num_layers
+        names = core_names(self.source.tensors, self.source.settings.model.num_layers)
+        for name, theirs in names.items():
+            is_copied = depths and self.is_last and name.startswith("embedding.")
+            if not is_copied and not self._has(name):
+                continue
+            if layer := DECODER.match(theirs):
+                theirs = f"{layer[1]}{int(layer[2]) - self.layers.start}{theirs[layer.end() :]}"
+            full, stack = self._shard(name), theirs.split(".experts.experts.")
+            if len(stack) == 1:
+                yield theirs, full
+            for index, expert in enumerate(full if len(stack) == 2 else ()):
+                yield f".experts.local_experts.{index}.".join(stack), expert.clone()
+        if self.has_copy:
+            yield "output_layer.weight", self._shard("embedding.word.weight")
+
     def optimizer(self, training: SavedRun, adam: str) -> dict[str, Any]:
         """The state dict of the optimizer: parameters with weight decay first, each in the order of
         the model."""
@@ -148,12 +173,14 @@ class _Stage:
     def _has(self, name: str) -> bool:
         """Whether a parameter is in this stage, other than as a copy."""
         if name.startswith("layers."):
-            return int(name.split(".")[1]) in self.layers
+            layer = int(name.split(".")[1])
+            is_predicted = layer >= self.source.settings.model.num_layers
+            return self.is_last if is_predicted else layer in self.layers
         return self.stage == 0 if name.startswith("embedding.") else self.is_last
 
     def _encoder(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.source.tensors:
-            inner = megatron_name(name, core=False)
+            inner = legacy_name(name)
             if name.startswith("layers.") and self._has(name):
                 layer = int(name.split(".")[1]) - self.layers.start
                 yield f"layers.{layer}.{inner}", self._shard(name)
@@ -169,7 +196,10 @@ class _Stage:
             full = padded(full, padded_vocab(self.source, tp_size))
         if ".attention.qkv." in name:
             full = grouped(full, model)
-        spec = declared_weights(model, self.source.settings.moe)[name].shard
+        weight = declared_weights(model, self.source.settings.moe)[name]
+        if weight.is_stacked:
+            full = full.chunk(self.options.ep_size)[self.expert_rank]
+        spec = weight.shard
         if spec is not None:
             if name in VOCABULARY_TABLES or ".attention.qkv." in name:
                 spec = ShardSpec(0, (len(full),))

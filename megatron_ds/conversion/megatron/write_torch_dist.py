@@ -8,7 +8,9 @@ is in memory at a time.
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.data_files import read_table
-from megatron_ds.conversion.megatron.names import megatron_name
+from megatron_ds.conversion.megatron.names import core_names
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS
 from megatron_ds.conversion.megatron.torch_dist import STATE_PREFIXES
 from megatron_ds.conversion.megatron.write_common import (
@@ -53,6 +55,8 @@ from megatron_ds.engine.states.state_reader import (
 )
 
 TABLES = read_table(__file__)
+LAYERS = re.compile(r"decoder\.layers\.(\d+\.)")
+LINEAR = re.compile(r"((?!optimizer\.).*\.(?:linear_\w+|eh_proj)\.)weight")
 
 
 def write_torch_dist(
@@ -143,18 +147,38 @@ def _chunks(
     source: SourceCheckpoint, state_key: str, tensors: TensorReaders, tp_size: int
 ) -> Iterator[_Chunk]:
     """The chunks of the weights, or of one kind of optimizer state."""
-    model, prefix = source.settings.model, STATE_PREFIXES[state_key]
+    model, moe = source.settings.model, source.settings.moe
+    names = core_names(source.tensors, model.num_layers)
+    is_uniform = len({moe.has_experts(layer) for layer in range(model.num_layers)}) == 1
     for name, tensor in tensors.items():
         shape = tensor.shape
         if name in VOCABULARY_TABLES:
             shape = (padded_vocab(source, tp_size), *shape[1:])
-        first = name.split(".")[0]
-        key = f"{prefix}{TABLES['prefixes'].get(first, '')}{megatron_name(name, core=True)}"
-        offsets, size = (0,) * len(shape), shape
-        if first == "layers":
-            layer = int(name.split(".")[1])
-            offsets, size, shape = (layer, *offsets), (model.num_layers, *size), (1, *shape)
+        key = f"{STATE_PREFIXES[state_key]}{names[name]}"
+        offsets, size, layer = (0,) * len(shape), shape, LAYERS.search(key)
+        if layer and is_uniform:
+            key = f"{key[: layer.start(1)]}{key[layer.end(1) :]}"
+            offsets, size = (int(layer[1][:-1]), *offsets), (model.num_layers, *size)
+            shape = (1, *shape)
         yield _Chunk(name, key, size, offsets, shape, tensor)
+
+
+def _empty_states(chunks: Sequence[_Chunk]) -> Iterator[WriteItem]:
+    """Empty states of fp8 arithmetic, one for each linear layer."""
+    for chunk in chunks:
+        if (module := LINEAR.fullmatch(chunk.key)) is None:
+            continue
+        axes = len(chunk.size) - 2  # a layer, an expert
+        counts = [range(1)] * (not axes) + [
+            range(offset, offset + length)
+            for offset, length in zip(chunk.offsets[:axes], chunk.shape[:axes], strict=True)
+        ]
+        total = ".".join(map(str, chunk.size[:axes] or (1,)))
+        for indices in itertools.product(*counts):
+            shard = f"shard_{'.'.join(map(str, indices))}_{total}"
+            yield WriteItem(
+                MetadataIndex(f"{module[1]}_extra_state/{shard}"), WriteItemType.BYTE_IO
+            )
 
 
 class _Planner(DefaultSavePlanner):
@@ -177,16 +201,8 @@ class _Planner(DefaultSavePlanner):
         """The plan follows from the chunks; the state dict is empty."""
 
     def create_local_plan(self) -> SavePlan:
-        layers = self._model.num_layers
-        empty = [
-            WriteItem(
-                MetadataIndex(f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"),
-                WriteItemType.BYTE_IO,
-            )
-            for layer in range(layers)
-            for module in TABLES["linear"]
-        ]
-        return SavePlan([*empty, *(chunk.item for chunk in self._chunks.values())])
+        chunks = [*self._chunks.values()]
+        return SavePlan([*_empty_states(chunks), *(chunk.item for chunk in chunks)])
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is WriteItemType.BYTE_IO:

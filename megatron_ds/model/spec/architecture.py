@@ -233,11 +233,19 @@ def tied_layer(model: ModelConfig) -> str | None:
 
 @functools.cache
 def unit_weights() -> dict[str, Weight]:
-    """Weights of a dense layer and both ends at size 1, for what does not depend on sizes.
+    """Weights of a layer of each form and of both ends at size 1, for what does not depend on
+    sizes.
 
-    The layer is "layers.0".
+    The layer is "layers.0", and two experts are in it.
     """
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
     options: dict[str, Any] = dict.fromkeys(sizes, 1)
     options |= {"untie_embeddings_and_output_weights": True, "output_layer_bias": True}
-    return model_spec(ModelConfig(**options)).weights()
+    experts = MoEConfig((2,), moe_latent_size=1, moe_shared_expert_intermediate_size=1)
+    latent = {**options, "multi_latent_attention": True, "position_embedding_type": "rope"}
+    models = (
+        model_spec(ModelConfig(**latent), experts),
+        model_spec(ModelConfig(**latent, q_lora_rank=1)),
+        model_spec(ModelConfig(**options, softmax_type="learnable")),
+    )
+    return {name: weight for model in models for name, weight in model.weights().items()}

@@ -17,15 +17,17 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.arguments import lacking_parts, model_arguments, model_settings
 from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
+from megatron_ds.conversion.megatron.write_legacy import write_megatron
+from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.model.attention.rule import Rope, YarnScaling, attention_rules
+from tests.conftest import extracted
 from tests.problems import printed_codes, raises_problem
 from tests.tables import tables
 from tests.unit.conversion.megatron_writer import MODULES_OF_MEGATRON, Layout, write_checkpoint
@@ -75,6 +77,40 @@ def test_the_model_has_the_logits_of_the_program_that_saved_it(
     known = case.startswith(("ms", "bs", "mlm01"))  # others name a tokenizer of unknown size
     assert opened.settings.may_have_padding == (not known)
     assert not known or opened.settings.model.vocab_size == TOKENS
+
+
+LOCAL_NAMES = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Names without Transformer Engine, by those with it."""
+
+
+def test_parts_of_megatron_core_are_those_of_its_models(tmp_path: Path) -> None:
+    """Claim (checkpoints): experts with biases, scores by sigmoid and shared ones, multi-latent
+    attention, attention sinks, output gates and multi-token prediction of `megatron-core` have the
+    logits of its models, and are written as it saved them
+    """
+    parts = extracted("core_parts.tar.xz", tmp_path / "parts")
+    for folder in sorted(parts.iterdir()):
+        source = open_megatron(folder).weights()
+        reference = np.load(folder / "reference.npz")
+        own = logits(source, torch.from_numpy(reference["tokens"]))
+        assert np.abs(own.numpy() - reference["logits"]).max() < 1e-5, folder.name
+        write_megatron(source, tmp_path / folder.name)
+        path = Path("release", "mp_rank_00", "model_optim_rng.pt")
+        saved, written = (
+            torch.load(root / path, weights_only=False)["model"]
+            for root in (folder, tmp_path / folder.name)
+        )
+        for name, local in LOCAL_NAMES.items():
+            written = {key.replace(name, local): value for key, value in written.items()}
+        assert written.keys() == saved.keys()
+        for name, value in saved.items():
+            rows = 60 if "embeddings" in name or "output_layer" in name else None
+            assert torch.equal(written[name][:rows], value[:rows]), name
 
 
 def test_iteration_and_pointer(megatron_checkpoints: Path) -> None:
@@ -388,7 +424,7 @@ def test_rotary_positions_are_written_and_read(
     config = model(**changes)
     assert list(lacking_parts(config)) == []
     fields = model_settings(model_arguments(config), Path())
-    found = ModelConfig(**{**SMALL, **fields})
+    found = ModelSettings({**SMALL, **fields}).model
     expected = {**changes, **read}
     assert {name: getattr(found, name) for name in expected} == expected
     assert attention_rules(found) == attention_rules(config)
@@ -402,7 +438,8 @@ def test_yarn_of_a_model_that_its_program_configures_is_read() -> None:
         "yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 32.0,
         "yarn_correction_range_round_to_int": False, "rotary_base": 150000,
     }  # fmt: skip
-    (rule,) = attention_rules(ModelConfig(**model_settings(arguments, Path()), vocab_size=9))
+    fields = model_settings(arguments, Path())
+    (rule,) = attention_rules(ModelSettings({**fields, "vocab_size": 9}).model)
     assert rule.rope == Rope(150000.0, 8, scaling=YarnScaling(32.0, 4096, is_rounded=False))
 
 
