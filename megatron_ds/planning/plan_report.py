@@ -102,6 +102,7 @@ class StagePlans:
         for (name, text), plan, end in rows:
             counts = {"iterations": end.iterations - iterations, "tokens": end.tokens - tokens}
             costs = {"days": plan.days(counts["tokens"]), "peak": plan.memory.peak}
+            costs["operations"] = plan.flops * counts["iterations"]
             result.append({"name": name, **counts, **costs, "text": text.partition("; ")[2]})
             iterations, tokens = end.iterations, end.tokens
         return result

@@ -18,6 +18,7 @@ OUTPUT = FOLDER / "README.md"
 BEGIN, END = "<!-- begin: generated table -->\n", "<!-- end -->\n"
 TINY = FOLDER / "tiny.yaml"
 RANKS = (8, 64)
+DAY = 86400
 COLUMNS = ("parameters", "tokens", "operations", *(f"{ranks} H100" for ranks in RANKS))
 
 
@@ -53,18 +54,27 @@ def write() -> None:
 def _figures(path: Path) -> tuple[str, ...]:
     """The values of `COLUMNS`."""
     plans = [_plan(path, ranks) for ranks in RANKS]
-    first = plans[0]
-    steps = first["days"] * 86400 / first["seconds"]["step"]
-    tokens = steps * first["tokens_per_step"]
+    stages = plans[0].get("stages", [])
+    tokens, operations = (sum(stage[key] for stage in stages) for key in ("tokens", "operations"))
+    if not stages:
+        steps = plans[0]["days"] * DAY / plans[0]["seconds"]["step"]
+        tokens, operations = (steps * plans[0][f"{key}_per_step"] for key in ("tokens", "flops"))
+    in_stages = f" in {len(stages)} stages" if stages else ""
     return (
-        f"{first['parameters']:,}",
-        f"{_rounded(tokens)}, {_rounded(first['tokens_per_step'])} per step",
-        f"{steps * first['flops_per_step']:.2e}",
-        *(
-            f"{planned['memory']['peak'] / 1e9:.0f} GB of each, "
-            f"{_rounded(planned['tokens_per_second'])} tokens/s, {_duration(planned['days'])}"
-            for planned in plans
-        ),
+        f"{plans[0]['parameters']:,}",
+        f"{_rounded(tokens)}{in_stages}, {_rounded(plans[0]['tokens_per_step'])} per step",
+        f"{operations:.2e}",
+        *(_costs(planned, tokens) for planned in plans),
+    )
+
+
+def _costs(planned: dict[str, Any], tokens: float) -> str:
+    """Memory, speed and time."""
+    stages = planned.get("stages", [])
+    peak = max((stage["peak"] for stage in stages), default=planned["memory"]["peak"])
+    days = sum(stage["days"] for stage in stages) or planned["days"]
+    return (
+        f"{peak / 1e9:.0f} GB of each, {_rounded(tokens / days / DAY)} tokens/s, {_duration(days)}"
     )
 
 
