@@ -45,7 +45,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Points of a run on the horizontal axis: a "restart", "checkpoint" or "warning"."""
+    """Points of a run on the horizontal axis: a "restart", "stage", "checkpoint" or
+    "warning"."""
 
     kind: str
     color: int
@@ -167,10 +168,11 @@ def loss_chart(runs: Runs, axis: str, smoothing: float | None = None) -> Chart:
 
 
 def _marks(run: History, axis: str, color: int) -> Iterator[Mark]:
-    """Restarts, checkpoints and warnings within the steps of a run."""
+    """Restarts, stages, checkpoints and warnings within the steps of a run."""
     first, last = run["iteration"][[0, -1]]
     events = {
         "restart": [item["iteration"] for item in run.of("start") if item["iteration"] > 0],
+        "stage": [item["iteration"] for item in run.of("stage")],
         "checkpoint": run.checkpoints,
         "warning": [item["iteration"] for item in run.of("warning")],
     }

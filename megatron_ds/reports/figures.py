@@ -20,7 +20,9 @@ DARK = ("#6cb6ff", "#ff9a62", "#4cd4a0", "#e29ae2", "#e0b93c", "#5fd3dd")
 TEXT, GRID = "#1b1f24", "#d0d7de"
 DASHES = ("solid", "dashed", "dotted")
 """Line styles of the first runs, and of further ones, which have the same colors."""
-MARKS = {"restart": "resumed", "checkpoint": "checkpoint", "warning": "warning"}
+MARKS = {"restart": "resumed"} | {name: name for name in ("stage", "checkpoint", "warning")}
+LINES = {"restart": "--", "stage": ":"}
+"""Styles of the marks that are vertical lines."""
 PAGE_SIZE, FILE_SIZE = (5.0, 3.2), (9.0, 5.5)
 """Inches. On a phone, the letters of a chart of the first size are readable."""
 STYLE = {
@@ -98,7 +100,8 @@ def _draw_line(drawn: Figure, axes: Any, line: Line, scale: float, several: bool
 
 
 def _draw_marks(axes: Any, chart: Chart, scale: float) -> None:
-    """Lines where runs were resumed, triangles at checkpoints, crosses at warnings."""
+    """Lines where runs were resumed or a stage began, triangles at checkpoints, crosses at
+    warnings."""
     named = set[str]()
     for mark in chart.marks:
         x = mark.x[:: 1 + len(mark.x) // MAX_MARKS] / scale
@@ -106,9 +109,9 @@ def _draw_marks(axes: Any, chart: Chart, scale: float) -> None:
         label = None if mark.kind in named else MARKS[mark.kind]
         named.add(mark.kind)
         transform = axes.get_xaxis_transform()
-        if mark.kind == "restart":
+        if mark.kind in LINES:
             for index, position in enumerate(x):
-                style = {"color": color, "linestyle": "--", "linewidth": 0.6}
+                style = {"color": color, "linestyle": LINES[mark.kind], "linewidth": 0.6}
                 axes.axvline(position, label=None if index else label, **style)
             continue
         height, marker = (0.03, "^") if mark.kind == "checkpoint" else (0.97, "x")

@@ -21,7 +21,14 @@ from megatron_ds.reports.tables import (
     settings_table,
 )
 
-SYMBOLS = {"dots": "●", "stars": "★", "restart": "┊", "checkpoint": "▲", "warning": "✕"}
+SYMBOLS = {
+    "dots": "●",
+    "stars": "★",
+    "restart": "┊",
+    "stage": "⋮",
+    "checkpoint": "▲",
+    "warning": "✕",
+}
 
 
 def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) -> str:

@@ -204,12 +204,13 @@ def _value(settings: Mapping[str, object], flag: str) -> str:
 
 
 def events_table(runs: Mapping[str, History]) -> Table:
-    """Starts, ends, the newest checkpoint and the last warnings."""
+    """Starts, stages, ends, the newest checkpoint and the last warnings."""
     rows = []
     for name, run in runs.items():
         warnings = run.of("warning")[-MAX_WARNINGS:]
         newest = run.of("checkpoint")[-1:]
-        shown = (*run.of("start"), *run.of("end"), *newest, *warnings)
+        changes = (record for name in ("start", "stage", "end") for record in run.of(name))
+        shown = (*changes, *newest, *warnings)
         for record in sorted(shown, key=lambda event: event.get("time", 0)):
             rows.append([name, *event_cells(record)])
     return Table("Events", ["run", "time (UTC)", "iteration", "event"], rows)

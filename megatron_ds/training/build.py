@@ -55,6 +55,7 @@ from megatron_ds.training.start.startup_report import (
     StartReport,
     log_timestamp,
     print_detail,
+    report_stage,
 )
 from megatron_ds.training.trainer import Trainer
 
@@ -254,8 +255,10 @@ def _build_data(parts: RunParts, start: _Start, entered: TrainState) -> list[Dat
     if parts.config.evaluation.eval_only is not None:
         return [Datasets(None)]
     history = None if start.checkpoint is None else start.checkpoint.run.data
-    built = list[Datasets]()
-    for before in RunStages(parts.config, parts.mesh.dp.size).starts(entered):
+    stages, built = RunStages(parts.config, parts.mesh.dp.size), list[Datasets]()
+    if entered.stage != start.state.stage:
+        report_stage(parts.events, stages, entered)
+    for before in stages.starts(entered):
         if built and built[-1].progress is not None:
             history = built[-1].progress.history_after(before.consumed_samples)
         built.append(_build_datasets(parts, before, history))

@@ -39,7 +39,7 @@ from megatron_ds.training.metrics import Metrics
 from megatron_ds.training.profile.profiling import Profiling
 from megatron_ds.training.saving import Saver
 from megatron_ds.training.skipped_steps import SkippedSteps
-from megatron_ds.training.start.startup_report import FirstStepsReport, log_timestamp
+from megatron_ds.training.start.startup_report import FirstStepsReport, log_timestamp, report_stage
 
 
 class MeanLoss(NamedTuple):
@@ -170,7 +170,7 @@ class Trainer:
         self.metrics.flush()
         self.state, (self.data, *self.later_data) = state, self.later_data
         self.engine.enter_stage(self.stages.at(state).model)
-        self.report.enter_stage(self.stages, state)
+        report_stage(self.report.events, self.stages, state)
 
     def _train_batches(self) -> DeviceBatches:
         """The batches of the steps of the stage."""

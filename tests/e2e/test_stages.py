@@ -92,6 +92,11 @@ def test_stages_killed_and_resumed_equal_an_uninterrupted_run(
     assert steps(tmp_path) == expected
     checkpoints = (folder / f"global_step{LAST}" for folder in (uninterrupted, tmp_path))
     assert not checkpoint_differences(*checkpoints)
+    text = (tmp_path / "events.jsonl").read_text()
+    events = [event for event in map(json.loads, text.splitlines()) if event["event"] == "stage"]
+    assert [(event["iteration"], event["text"].split(":")[0]) for event in events] == [
+        *((BOUNDARY, "mid"), (BOUNDARY, "mid"), (5, "long")),
+    ]
     for key, values in {
         "global_batch_size": [4, 4, 8, 8, 8, 4, 4],
         "curriculum_seqlen": [32, 32, 64, 64, 64, 96, 96],

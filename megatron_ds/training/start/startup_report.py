@@ -207,6 +207,13 @@ class StartReport:
             write_atomically(self.folder / yaml_file.FILE_NAME, yaml_file.dump(config).encode())
 
 
+def report_stage(events: EventLog, stages: RunStages, state: TrainState) -> None:
+    """Prints and records the start of a stage."""
+    name, text = next(stages.describe(state))
+    events.record("stage", iteration=state.iteration, text=f"{name}: {text}")
+    output.print_on_rank(f" > stage {name}: {text}")
+
+
 @dataclass(frozen=True)
 class FirstStepsReport:
     """Prints startup times after the first step and memory after the first log interval.
@@ -233,12 +240,6 @@ class FirstStepsReport:
         is_first_interval = iteration - self.start_iteration <= log_interval
         if iteration % log_interval == 0 and is_first_interval:
             self.print_memory(iteration)
-
-    def enter_stage(self, stages: RunStages, state: TrainState) -> None:
-        """Prints and records the start of a stage."""
-        name, text = next(stages.describe(state))
-        self.events.record("stage", iteration=state.iteration, text=f"{name}: {text}")
-        output.print_on_rank(f" > stage {name}: {text}")
 
     def print_memory(self, iteration: int) -> None:
         """Megatron's memory line, extended by the estimate and the states."""

@@ -43,6 +43,7 @@ def runs(tmp_path: Path) -> dict[str, History]:
         "slow": [start(0), event("memory", 2, peak=3 * 2**30), event("end", 6, status=0)],
         "fast": [
             *(start(0, 4, lr=0.002), event("checkpoint", 4), event("checkpoint", 8)),
+            event("stage", 6, text="decay: it begins"),
             *(start(4, 4, seconds=104.5, lr=0.002), event("warning", 5, text="it is slow")),
         ],
     }
@@ -73,6 +74,7 @@ def test_losses_against_each_axis_and_the_marks_of_events(runs: dict[str, Histor
     marks = [(mark.kind, mark.color, mark.x.tolist()) for mark in chart.marks]
     assert marks == [
         ("restart", 1, [128]),
+        ("stage", 1, [192]),
         ("checkpoint", 1, [128, 256]),
         ("warning", 1, [160]),
     ]
@@ -211,6 +213,7 @@ def test_settings_that_differ_and_events(runs: dict[str, History]) -> None:
         ["0", "started on 4 ranks"],
         ["4", "resumed on 4 ranks"],
         ["5", "warning: it is slow"],
+        ["6", "stage: decay: it begins"],
         ["8", "saved its newest checkpoint"],
     ]
 
