@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,7 +104,37 @@ class SampleReading:
         if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, self.rows):
             for position in self._positions:
                 dataset[position]  # raises the error, which names token and file
+        if isinstance(dataset, TransformedDataset):
+            for position, row in zip(self._positions, self.rows, strict=True):
+                dataset.transform(position, row)
         return self.rows
+
+
+class TransformedDataset:
+    """The samples of another dataset, transformed once they are complete and checked.
+
+    Implements `TokenDataset`, but `read_into` copies the sample as it was.
+
+    Args:
+        dataset: The other dataset.
+        transform: Changes the sample of a position in place.
+    """
+
+    def __init__(
+        self, dataset: TokenDataset, transform: Callable[[int, SampleArray], None]
+    ) -> None:
+        self._dataset, self.transform = dataset, transform
+        self.seq_length, self.vocab_size = dataset.seq_length, dataset.vocab_size
+        self.cache, self.read_into = dataset.cache, dataset.read_into
+        self.sample_id = dataset.sample_id
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, position: int) -> SampleArray:
+        row = self._dataset[position]
+        self.transform(position, row)
+        return row
 
 
 class IndexProvider(Protocol):

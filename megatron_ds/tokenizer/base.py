@@ -81,6 +81,10 @@ class Tokenizer(ABC):
         ids = itertools.chain.from_iterable(encoded)
         return FlatIds(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
 
+    def token_id(self, token: str) -> int | None:
+        """Id of a token, which may be special; None if there is no such token."""
+        return None
+
     def token_bytes(self) -> list[int] | None:
         """Bytes in UTF-8 of the text of each id, 0 for special tokens.
 
@@ -119,6 +123,10 @@ class JsonTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        index: int | None = self._tokenizer.token_to_id(token)
+        return index
 
     def token_bytes(self) -> list[int] | None:
         return library_token_bytes(self._tokenizer, self.vocab_size)

@@ -251,6 +251,10 @@ class PretrainedTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def token_id(self, token: str) -> int | None:
+        vocab: dict[str, int] = self._tokenizer.get_vocab()
+        return vocab.get(token)
+
     def token_bytes(self) -> list[int] | None:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else library_token_bytes(backend, self.vocab_size)

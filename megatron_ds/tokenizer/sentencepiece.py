@@ -43,6 +43,9 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
 
+    def token_id(self, token: str) -> int | None:
+        return _token_id(self._model, token)
+
     def token_bytes(self) -> list[int]:
         return _token_bytes(self._model)
 
@@ -103,6 +106,9 @@ class SentencePieceWithSpecialTokens(Tokenizer):
                 plain.append(index)
         return "".join([*parts, self._model.decode(plain)])
 
+    def token_id(self, token: str) -> int | None:
+        return self._special.get(token, _token_id(self._model, token))
+
     def token_bytes(self) -> list[int]:
         sizes = _token_bytes(self._model)
         sizes += [0] * (self.vocab_size - len(sizes))
@@ -122,6 +128,11 @@ def _load(path: str) -> Any:
         if model.get_piece_size() < 1:
             raise ValueError("it has no pieces")
         return model
+
+
+def _token_id(model: Any, token: str) -> int | None:
+    index = int(model.piece_to_id(token))  # of the unknown token if it has none
+    return index if model.id_to_piece(index) == token else None
 
 
 def _token_bytes(model: Any) -> list[int]:

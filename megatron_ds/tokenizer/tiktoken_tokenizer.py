@@ -97,6 +97,12 @@ class TikTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
 
+    def token_id(self, token: str) -> int | None:
+        try:
+            return int(self._model.encode_single_token(token))
+        except KeyError:
+            return None
+
     def token_bytes(self) -> list[int]:
         ids = range(self._num_special, self.vocab_size)
         texts = map(self._model.decode_single_token_bytes, ids)

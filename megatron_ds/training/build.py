@@ -5,6 +5,7 @@ Owns the order of construction. Collective: every rank calls the same functions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,8 @@ from megatron_ds.config.stages import stage_names
 from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.blend.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.data.build_datasets import Datasets, build_datasets
+from megatron_ds.data.fill_in_middle import FillInMiddle
+from megatron_ds.data.gpt_dataset import TokenDataset, TransformedDataset
 from megatron_ds.data.map_dataset import MockDataset, build_own_datasets
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
@@ -35,6 +38,7 @@ from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.run_stages import RunStages
+from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.extensions import Extensions
@@ -305,7 +309,22 @@ def _build_datasets(parts: RunParts, state: TrainState, history: BlendHistory | 
         output.print_on_rank(f"    {line}")
     for line in () if state.stage_start[0] == state.iteration > 0 else data.changes:
         output.print_on_rank(line)
-    return data
+    return _with_fim(config, inputs.tokenizer, data) if config.data.fim_data else data
+
+
+def _with_fim(config: Config, tokenizer: Tokenizer, data: Datasets) -> Datasets:
+    """The datasets, transformed by --fim-data."""
+
+    def transformed(dataset: TokenDataset, split: int) -> TokenDataset:
+        seed = config.runtime.seed, split
+        return TransformedDataset(dataset, FillInMiddle(config.data, tokenizer, seed))
+
+    valid, test = (
+        {name: transformed(dataset, split) for name, dataset in datasets.items()}
+        for split, datasets in enumerate((data.valid, data.test), 1)
+    )
+    train = None if data.train is None else transformed(data.train, 0)
+    return dataclasses.replace(data, train=train, valid=valid, test=test, has_masks=True)
 
 
 def _build_metrics(

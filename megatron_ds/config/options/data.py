@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import exclusive_problem, no_effect_problem, option_field, when
@@ -32,6 +33,11 @@ EPOCHS = "train_data_exact_num_epochs"
 _paths = functools.partial(option_field, None, nargs="*", metavar="PATH")
 _groups = functools.partial(option_field, None, nargs="*", metavar="GROUP")
 _file = functools.partial(option_field, None, metavar="FILE")
+_fim = functools.partial(option_field, None, only_with=when(fim_data=True))
+
+
+def _fim_token(default: str, where: str) -> Any:
+    return option_field(default, f"token {where}", metavar="TOKEN", only_with=when(fim_data=True))
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,38 @@ class DataConfig:
         None,
         "train on so many epochs of the data, from which the length of the run follows",
         minimum=1,
+    )
+    fim_data: bool = option_field(
+        False,
+        "fill in the middle: move the middle of documents behind their prefix and suffix",
+    )
+    fim_rate: float | None = _fim(
+        "probability that a document is transformed (default: 0.5)", minimum=0, maximum=1
+    )
+    fim_spm_rate: float = option_field(
+        0.5,
+        "probability that a transformed document begins with its suffix",
+        minimum=0,
+        maximum=1,
+        only_with=when(fim_data=True),
+    )
+    fim_split_sample: str | None = _fim(
+        "token between the fragments of a document, such as the files of a repository, which are "
+        "transformed separately",
+        metavar="TOKEN",
+    )
+    fim_fragment_rate: float | None = _fim(
+        "probability that a fragment of a document is transformed", minimum=0, maximum=1
+    )
+    fim_no_prefix: str | None = _fim(
+        "documents and fragments that begin with this text are not transformed", metavar="TEXT"
+    )
+    fim_prefix_token: str = _fim_token("<fim_prefix>", "before the prefix")
+    fim_suffix_token: str = _fim_token("<fim_suffix>", "before the suffix")
+    fim_middle_token: str = _fim_token("<fim_middle>", "before the middle")
+    fim_pad_token: str = _fim_token("<fim_pad>", "after a sample that has become shorter")
+    fim_eod_token: str | None = _fim(
+        "token that ends documents (default: that of the tokenizer)", metavar="TOKEN"
     )
     mock_data: bool = option_field(
         False, "train on random tokens instead of token files; the tokenizer gives their range"
@@ -174,14 +212,18 @@ class DataConfig:
                 yield exclusive_problem(*names)
         named = [*shared, *listed, *separate]
         if has_own_data:
-            others = [name for name in ("mock_data", EPOCHS) if getattr(self, name)]
+            others = [name for name in ("mock_data", "fim_data", EPOCHS) if getattr(self, name)]
             yield from (Problem("data-replaced", name) for name in named + others)
         elif self.mock_data:
-            named += [EPOCHS] if getattr(self, EPOCHS) else []
+            named += [name for name in ("fim_data", EPOCHS) if getattr(self, name)]
             if named:
                 yield exclusive_problem("mock_data", *named)
         elif is_read and not shared and not listed and not by_split["train"]:
             yield Problem("training-data-required")
+        if self.fim_rate and not self.fim_data:
+            yield Problem("fim-rate-without-data")
+        if self.fim_data and self.fim_split_sample and self.fim_fragment_rate is None:
+            yield Problem("fim-fragments-without-rate")
         if getattr(self, EPOCHS) and self.blend_order != "fair":
             reason = "only the fair order reads all files to their ends at the same time"
             yield exclusive_problem(EPOCHS, "blend_order", reason=reason)

@@ -19,6 +19,7 @@ from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.config.stages import by_stage
 from megatron_ds.data import validation
+from megatron_ds.data.fill_in_middle import fim_problems
 from megatron_ds.data.validation import DataFiles
 from megatron_ds.engine.ds_config.generate import bucket_warnings
 from megatron_ds.launch import device, environment
@@ -127,6 +128,7 @@ def _check_data(
         samples = None if dp_size is None else schedules.planned_samples(stage, dp_size)
         problems = list(validation.data_problems(files, samples, vocab_size, fingerprint))
         yield from problems
+        yield from fim_problems(options, tokenizer) if tokenizer is not None else ()
         if tokenizer is not None and not problems:
             for warning in validation.data_warnings(files, samples or (0, 0, 0), eod, bos):
                 warn(warning)
