@@ -26,32 +26,13 @@ from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO
 from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, ds_file, folder, scheduled_plans
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Samples, train_reference
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 STEPS = 10
 """At most, of a run."""
-EXTRA: dict[str, dict[str, str]] = {
-    "world": {"2": "", "4": ""},
-    "accumulation": {"1": "", "4": ""},
-    "model": {
-        "learned": "--position-embedding-type learned_absolute",
-        "alibi": "--position-embedding-type alibi --embed-layernorm "
-        "--apply-residual-connection-post-layernorm",
-        "gqa": "--position-embedding-type rope --group-query-attention --num-query-groups 2 "
-        "--parallel-residual separate --qk-l2-norm --fp32-residual-connection "
-        "--disable-attention-bias --output-layer-bias "
-        "--softmax-scale 0.5 --head-wise-attn-gate --z-loss-coeff 0.01",
-        "llama": "--position-embedding-type rope --swiglu --normalization RMSNorm "
-        "--disable-bias-linear --untie-embeddings-and-output-weights --norm-position reordered "
-        "--qk-layernorm --qk-layernorm-scope all-heads --apply-layernorm-1p",
-    },
-    # Masks of hidden states alone follow the position in the data; with those of attention, the
-    # reference takes over what the ranks recorded.
-    "dropout": {
-        "off": "",
-        "hidden": "--hidden-dropout 0.1",
-        "all": "--hidden-dropout 0.1 --attention-dropout 0.1",
-    },
-}
+EXTRA: dict[str, dict[str, str]] = TABLES["extra"]
 """What varies besides the layout, with its flags."""
 VALUES = {name: tuple(axis.values) for name, axis in support_matrix.AXES.items()} | {
     name: tuple(values) for name, values in EXTRA.items()

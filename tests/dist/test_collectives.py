@@ -29,58 +29,25 @@ from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
 from tests.dist.fake_world import AXES, Message, Messages, axis_of, fake_world
 from tests.dist.rank_jobs import JobResults, run_jobs, selected
 from tests.dist.test_planned_communication import (
-    EP,
     LAYOUTS,
     LENGTH,
-    LLAMA,
-    PP,
-    SP,
-    TP,
     WAIT,
     balanced,
     calls_after_norm,
     config_of,
     engine_and_step,
 )
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "collectives.txt"
 NEGLIGIBLE = 200
 """Bytes of norms, flags, and the loads of experts."""
 PADDING = 0.02
 """Of a message that is partitioned, relative to all."""
-EXPERTS = {"num_experts": (16,), "moe_router_topk": 2}
-MORE: dict[str, dict[str, Any]] = {
-    "zero1 tp4 pp4 sequence parallel, llama": {
-        "zero_stage": 1,
-        TP: 4,
-        PP: 4,
-        "sequence_parallel": True,
-        "model": {**LLAMA, "num_query_groups": 4},
-    },
-    "zero3 sp4, llama": {
-        "zero_stage": 3,
-        SP: 4,
-        # Less than 2 % are vectors, which are padded to an element for each rank.
-        "model": {**LLAMA, "num_query_groups": 4, "hidden_size": 256},
-    },
-    "zero1 ep8 tp2 sequence parallel": {
-        "zero_stage": 1,
-        EP: 8,
-        TP: 2,
-        "sequence_parallel": True,
-        "moe": EXPERTS,
-    },
-}
-WORLDS = {
-    "zero0 fp32": 8,
-    "zero1": 64,
-    "zero2 fp32, llama": 64,
-    "zero3": 64,
-    "zero2 sp2 tp2": 256,
-    "zero3 sp4, llama": 1024,
-    "zero1 tp4 pp4 sequence parallel, llama": 1024,
-    "zero1 ep8 tp2 sequence parallel": 1024,
-}
+MORE: dict[str, dict[str, Any]] = TABLES["more"]
+WORLDS = TABLES["worlds"]
 """Ranks of each layout."""
 PROOFS = ("zero0 fp32", "zero2 sp2 tp2", "zero3 sp4, llama")
 CASES = [pytest.param(name, marks=[pytest.mark.proof] if name in PROOFS else []) for name in WORLDS]

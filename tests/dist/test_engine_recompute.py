@@ -12,25 +12,14 @@ from tests.dist.compare import differing_bits
 from tests.dist.parity_cases import Case, reference_of, train_alone
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs, selected
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 LAYOUTS = list(itertools.product((1, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
-EVEN, ODD = [(1, 1), (3, 2)], [(1, 2), (3, 1)]
-"""Layouts in which every stage and every size occurs."""
 FULL = {"recompute_granularity": "full"}
-PARTITIONED = {**FULL, "partition_activations": True}
-RECOMPUTE = {
-    "full": (EVEN, FULL),
-    "pairs of layers": (ODD, {**FULL, "checkpoint_num_layers": 2}),
-    "selective": (ODD, {"recompute_granularity": "selective"}),
-    "deepspeed": (ODD, {**FULL, "deepspeed_activation_checkpointing": True}),
-    "partitioned": (EVEN, PARTITIONED),
-    "in host memory": (
-        ODD,
-        {**PARTITIONED, "checkpoint_in_cpu": True, "synchronize_each_layer": True},
-    ),
-    "contiguous": (ODD, {**PARTITIONED, "contiguous_checkpointing": True}),
-}
+RECOMPUTE = TABLES["recompute"]
 CASES = [(kind, *layout) for kind, (layouts, _) in RECOMPUTE.items() for layout in layouts]
 """Kind of recomputation, stage and size."""
 PROOFS = [

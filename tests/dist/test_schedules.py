@@ -20,6 +20,9 @@ from tests.dist.parity_cases import Case, config_of, scheduled_plans
 from tests.dist.rank_jobs import JobResults, run_jobs, selected, training
 from tests.dist.reference import Run, Samples, train_reference
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 WORLD = 2
 SAMPLES = Samples(44, parity_cases.SHAPE).with_document_ends(0.2)
@@ -38,14 +41,7 @@ class Schedule:
 
 
 RAMPUP = Schedule(
-    {
-        "rampup_batch_size": (4, 4, 12),
-        "train_iters": None,
-        "train_samples": 44,
-        "lr_decay_style": "linear",
-        "lr_warmup_init": 0.1,
-        "lr_warmup_samples": 8,
-    },
+    TABLES["rampup"],
     [4, 8, 16, 16],
     [16] * 4,
     # Half of the warmup after 4 samples; then a linear decay from 0.4 that would reach 0 after 44
@@ -55,18 +51,7 @@ RAMPUP = Schedule(
 # Tokens before each step; the warmup takes 64, the decay ends at 576.
 BEFORE = [0, 16, 48, 96, 224, 352]
 CURRICULUM = Schedule(
-    {
-        "step_batch_size_schedule": ("0:4 64:8 300:16",),
-        "global_batch_size": None,
-        "curriculum_seqlen": (4, 16, 4),
-        "curriculum_seqlen_step": 4,
-        "train_iters": None,
-        "train_tokens": 400,
-        "lr_decay_style": "linear",
-        "lr_warmup_init": 0.1,
-        "lr_warmup_tokens": 64,
-        "lr_decay_tokens": 576,
-    },
+    TABLES["curriculum"],
     [4, 4, 4, 8, 8, 16],
     [4, 8, 12, 16, 16, 16],
     [0.1 + 0.3 * n / 64 if n < 64 else 0.4 * (576 - n) / 512 for n in BEFORE],

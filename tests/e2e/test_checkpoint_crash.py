@@ -37,18 +37,14 @@ from tests.e2e.runs import (
     steps,
 )
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
 from tests.unit.checkpoint.fakes import flip_a_bit
+
+TABLES = tables(__file__)
 
 CRASHED_AT = 4
 
-COMPLETE_BEFORE = {
-    "between-engine-files": 2,
-    "before-run-facts": 2,
-    "before-manifest": 2,
-    "before-rename": 2,
-    "before-pointers": 4,
-    "between-pointers": 4,
-}
+COMPLETE_BEFORE = TABLES["complete_before"]
 """Stage of the crash -> iteration of the newest complete checkpoint after it."""
 OTHERS = [stage for stage in COMPLETE_BEFORE if stage != "before-rename"]
 IN_BACKGROUND = ("between-engine-files", "before-manifest", "between-pointers")
@@ -148,16 +144,7 @@ class Moment:
         return (run / f".incomplete-{name}" / self.event).exists()
 
 
-EVENTS = (
-    ".",
-    "mp_rank_00_model_states.pt",
-    "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-    "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    "run.json",
-    "manifest.json",
-    "name",
-    "pointer",
-)
+EVENTS = TABLES["events"]
 CLOSELY = 0.0002
 """Seconds between looks for events that last less than a millisecond."""
 LATER_SAVES = 8
@@ -209,8 +196,7 @@ def check_after_kill(run: Path, full: Path) -> int:
 @pytest.mark.parametrize(
     ("kills", "async_save"),
     with_proofs(
-        [(2, True), (2, False), (150, True), (150, False)],
-        [(2, False), (150, True), (150, False)],
+        [(2, True), (2, False), (150, True), (150, False)], [(2, False), (150, True), (150, False)]
     ),
 )
 def test_kills_during_saves_lose_no_checkpoint_and_change_no_bit(

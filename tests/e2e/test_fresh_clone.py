@@ -28,7 +28,10 @@ import pytest
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from tests.e2e.runs import REPOSITORY, Launcher, Run, free_port, losses
 from tests.fork_server import clean_environment
+from tests.tables import tables
 from tools import make_corpus
+
+TABLES = tables(__file__)
 
 
 def by_name(*pairs: str) -> dict[str, str]:
@@ -46,15 +49,7 @@ VARIABLES = by_name(
     *("GLOBAL=4", "LOG_INTERVAL=1", "PRECISION=--bf16", "WORKERS=2"),
 )
 """Variables that examples/README.md documents."""
-BROUGHT = {
-    "my-corpus.jsonl": "my.jsonl",
-    "gpt2-vocab.json": "tokenizer/vocab.json",
-    "gpt2-merges.txt": "tokenizer/merges.txt",
-    "wikitext-103/wiki.test.tokens": "docs/start/use.md",
-    "lambada_test.jsonl": "held_out.jsonl",
-    "openai-community/gpt2": "exported",
-    "my-llama": "exported",
-}
+BROUGHT = TABLES["brought"]
 """Files that a user brings for the commands that name them, and their source in this test."""
 PAGES = ("running/reports", "start/use", "use/serving", "use/evaluation", "start/finetuning")
 NOT_RUN = re.compile(r"\.\.\.|^(pip|vllm|transformers) | (--tasks|run --model) |/v1/chat/")
@@ -66,14 +61,7 @@ ITERATIONS = (
 )
 FEWER = 25
 """Divisor of the values of ITERATIONS in the tutorial's commands."""
-RANKS = {
-    "deepspeed": 2,
-    "torchrun --nproc_per_node 4 --nnodes 1": 4,
-    "torchrun --nproc_per_node": 2,
-    "torchrun --nproc-per-node": 2,
-    "torchrun": 1,
-    "python": 1,
-}
+RANKS = TABLES["ranks"]
 PROGRAMS = ("python", "deepspeed", "torchrun")
 RECORDING = """\
 #!/bin/sh

@@ -101,12 +101,7 @@ MORE: dict[str, tuple[str, int, Settings]] = {
     "ramp-up, TP 2 x Ulysses 2": ("ramp-up", 4, parallel(tp=2, ulysses=2)),
 }
 RATES = {"activation": 0.2, "attention": 0.1}
-DROPOUT: dict[str, tuple[int, int, int, Settings]] = {
-    "PP 2 x DP 2": (1, 2, 2, {}),
-    "TP 2 x DP 2, ZeRO 3": (2, 1, 2, {"zero_stage": 3, "sequence_parallel": True}),
-    "DP 2, recomputed": (1, 1, 2, {"recompute_granularity": "full"}),
-    "TP 2 x PP 2": (2, 2, 1, {"zero_stage": 0}),
-}
+DROPOUT: dict[str, tuple[int, int, int, Settings]] = TABLES["dropout"]
 """Tensor-, pipeline- and data-parallel sizes, and further settings."""
 
 

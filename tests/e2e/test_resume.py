@@ -15,22 +15,15 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, checkpoint_differences, steps
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 # Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
 # after 20 samples. The kill is in iteration 6, at the second micro-step of two ranks or the third
 # of one; the resumed run repeats iteration 5.
 SAVED, KILL_POSITION = 4, 32
-SCHEDULE: Settings = {
-    "rampup_batch_size": (4, 4, 24),
-    "global_batch_size": 12,
-    "train_samples": 64,
-    "lr_warmup_samples": 30,
-    "lr_decay_style": "cosine",
-    # In fp32 its powers differ from its repeated products at all of these steps, which reveals a
-    # bias correction that depends on where the process started.
-    "adam_beta2": 0.98,
-    "save_interval": SAVED,
-}
+SCHEDULE: Settings = TABLES["schedule"]
 
 CONVERTER = REPOSITORY / "tools" / "convert_checkpoint" / "ds_to_universal.py"
 
@@ -121,18 +114,7 @@ def test_killed_and_resumed_equals_uninterrupted(
 
 # Lengths 8 16 16 24 | 24 32 32 32 32 and batches 4 4 4 4 | 8 8 8 8 12; the kill is in iteration
 # 6, after 24 samples.
-BY_TOKENS: Settings = {
-    "curriculum_seqlen": (8, 32, 6),
-    "step_batch_size_schedule": "0:4 256:8 1K:12",
-    "train_tokens": 1300,
-    "lr_warmup_tokens": 200,
-    "lr_decay_tokens": 1400,
-    "lr_decay_style": "cosine",
-    "weight_decay_incr_style": "linear",
-    "start_weight_decay": 0.01,
-    "end_weight_decay": 0.1,
-    "save_interval": SAVED,
-}
+BY_TOKENS: Settings = TABLES["by_tokens"]
 
 
 def test_token_schedules_resume_bit_for_bit(

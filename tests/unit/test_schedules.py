@@ -18,6 +18,9 @@ from megatron_ds import schedule_validation, schedules
 from megatron_ds.config import Config
 from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import SpikeLimits, StepResult, TrainState
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 SEQUENCE = 10
 
@@ -31,13 +34,7 @@ def after(applied_samples: int) -> TrainState:
     return TrainState(applied_samples=applied_samples, applied_tokens=SEQUENCE * applied_samples)
 
 
-BY_SAMPLES = {
-    "train_samples": 1000,
-    "global_batch_size": 10,
-    "lr_warmup_samples": 100,
-    "lr_decay_samples": 500,
-    "min_lr": 0.1,
-}
+BY_SAMPLES = TABLES["by_samples"]
 WARMUP = {0: 0.0, 50: 0.5, 100: 1.0}
 WSD_START = {**WARMUP, 200: 1.0, 300: 1.0}
 # Maximum 1.0, minimum 0.1, warmup until 100, decay until 500, WSD annealing from 300.
@@ -211,20 +208,7 @@ def batches(config: Config, dp_size: int, count: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    ("rampup", "final", "expected"),
-    [
-        # Three increments, one after each 8 samples; the third falls into a step.
-        ((4, 4, 24), 16, [4, 4, 8, 12, 16, 16]),
-        # Levels end at 3 1/3, 6 2/3 and 10 samples; whole steps are taken at the level they start.
-        ((2, 2, 10), 8, [2, 2, 4, 6, 8, 8]),
-        # A step that passes several levels at once.
-        ((6, 1, 4), 8, [6, 8, 8]),
-        ((4, 4, 0), 16, [16, 16]),
-        ((8, 4, 100), 8, [8, 8]),
-        (None, 8, [8, 8]),
-    ],
-)
+@pytest.mark.parametrize(("rampup", "final", "expected"), TABLES["ramp_ups"])
 def test_batch_size_ramps_up_with_consumed_samples(
     rampup: tuple[int, int, int] | None, final: int, expected: list[int]
 ) -> None:

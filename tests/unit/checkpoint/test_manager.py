@@ -65,20 +65,7 @@ def test_save_writes_one_folder_and_two_pointers(
 
     run = json_of(path / "run.json")
     assert TrainState.from_dict(run["state"]) == state_at(7)
-    assert run["layout"] == {
-        "tensor_model_parallel_size": 1,
-        "data_parallel_size": 1,
-        "ds_sequence_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "zero_stage": 1,
-        "precision": "fp32",
-        "optimizer": "adam",
-        "round_robin_gradients": False,
-        "parameter_alignment": False,
-        "sub_group_size": 0,
-        "pipeline_model_parallel_size": 1,
-        "layers_per_stage": "",
-    }
+    assert run["layout"] == TABLES["run"]
     assert run["partitions"] == [{"size": 30, "parameters": [["weight", [6, 5], 0]]}]
     assert run["shards"] == {"weight": {"dim": 0, "sections": [3, 3], "parts": ["gate", "up"]}}
     assert run["config"]["model"]["num_layers"] == 2
@@ -457,12 +444,7 @@ def test_files_are_flushed_before_the_rename(
     watch_disk(monkeypatch, folder, lambda kind, path: events.append((kind, path.name)))
     save(checkpoints, 1)
     before = events[: events.index(("rename", "global_step1"))]
-    for name in (
-        "model_states.pt",
-        "optim_states.pt",
-        ".run.json.partial",
-        ".incomplete-global_step1",
-    ):
+    for name in TABLES["flushed"]:
         assert ("fsync", name) in before, name
     named = [name for kind, name in events if kind == "rename"]
     assert named[-3:] == ["global_step1", "latest", "latest_checkpointed_iteration.txt"]

@@ -86,16 +86,7 @@ def test_problems_name_file_and_line(tmp_path: Path) -> None:
     _, problems, _ = built(f"{BASE} --config {path}")
 
     located = {each.code: str(each) for each in problems}
-    for code, line in {
-        "unknown-flag": 1,
-        "config-file-not-a-switch": 2,
-        "not-a-number": 3,
-        "config-file-repeated-key": 4,
-        "config-file-key-refused": 5,
-        "config-file-nested": 6,
-        "out-of-range": 8,
-        "invalid-choice": 9,
-    }.items():
+    for code, line in TABLES["problems"].items():
         assert f"{path}:{line}" in located.pop(code)
     assert "--hidden-size" in str(problems)
     assert not located

@@ -30,7 +30,10 @@ from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, ModelConfig
 from tests.pages.flags import answer_of, flags_of_today, tool_tables
 from tests.problems import codes
+from tests.tables import tables as tables_beside
 from tools import generate_samples_gpt, preprocess_data, run_text_generation_server
+
+CASES = tables_beside(__file__)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GOLDEN = REPOSITORY / "tests" / "golden" / "peer_flags.txt"
@@ -55,13 +58,7 @@ REFUSALS = (
     "invalid-choice",  # --dataloader-type external
 )  # fmt: skip
 SAMPLES = {"int": ["3"], "float": ["0.5"], "bool": ["True"]}
-EXPRESSIONS = {
-    "megatron.model.glu_activations.GLU_ACTIVATIONS.keys()": ["geglu", "liglu", "reglu", "swiglu"],
-    "list(PositionEmbeddingType)": ["rotary", "absolute", "alibi"],
-    "list(log_levels.keys())": ["debug", "info", "warning", "error", "critical", "passive"],
-    "[e.value for e in StrictHandling]": ["assume_ok_unexpected", "ignore_all"],
-    "range(0, 3)": ["0", "1", "2"],
-}
+EXPRESSIONS = CASES["expressions"]
 """Choices that the peers compute."""
 CHECKED_LATER = {"--tiktoken-pattern": ["v1", "v2"]}
 """Choices that a peer checks after parsing."""
@@ -149,25 +146,7 @@ def test_every_key_of_primus_is_read(value: bool) -> None:
     assert ("--use-turbo-attention" in command.flags) is value
 
 
-MINDSPEED = {
-    "--multi-head-latent-attention --qk-rope-head-dim 64 --qk-nope-head-dim 128": {
-        "multi_latent_attention": True, "qk_pos_emb_head_dim": 64, "qk_head_dim": 128,
-    },
-    "--n-group 8 --topk-group 4 --routed-scaling-factor 2.5 --seq-aux --norm-topk-prob": {
-        "moe_router_num_groups": 8, "moe_router_group_topk": 4,
-        "moe_router_topk_scaling_factor": 2.5,
-        "moe_router_load_balancing_type": "seq_aux_loss", "moe_router_pre_softmax": False,
-    },
-    "--moe-intermediate-size 1408 --shared-expert-gate --router-gating-in-fp32": {
-        "moe_ffn_hidden_size": 1408, "moe_shared_expert_gate": True, "moe_router_dtype": "fp32",
-    },
-    "--post-norm --add-rmsnorm-offset --output-logit-softcapping 30 --schedules-method dualpipev": {
-        "norm_position": "both", "apply_layernorm_1p": True, "final_logit_softcapping": 30.0,
-        "pipeline_schedule": "dualpipev",
-    },
-    "--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec": {},
-    "--context-parallel-algo ulysses_cp_algo": {},
-}  # fmt: skip
+MINDSPEED = CASES["mindspeed"]
 """Flags of MindSpeed-LLM by what they set."""
 
 
@@ -178,17 +157,7 @@ def test_flags_of_mindspeed_set_what_they_mean(line: str) -> None:
     assert scanned.values == MINDSPEED[line]
 
 
-MINDSPEED_REFUSED = {
-    "--first-k-dense-replace 3": "--moe-layer-freq",
-    "--n-shared-experts 1": "--moe-shared-expert-intermediate-size",
-    "--moe-router-load-balancing-type noaux_tc": "--moe-router-enable-expert-bias",
-    "--rope-scaling-type yarn": "--rotary-scaling-factor",
-    "--interleave-sliding-window 4096": "--window-attn-skip-freq 2",
-    "--noop-layers 61,62,63": "--num-layers",
-    "--enable-hf2mg-convert": "--load hf:FOLDER",
-    "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec": "leave the flag out",
-    "--lora-r 8": "all weights are trained",
-}
+MINDSPEED_REFUSED = CASES["mindspeed_refused"]
 
 
 @pytest.mark.parametrize("line", MINDSPEED_REFUSED)
@@ -340,16 +309,7 @@ def test_names_in_other_trainers_lead_to_existing_flags() -> None:
     assert mentioned <= options
 
 
-HINTS = [
-    ("--tp 2", "--tensor-model-parallel-size"),
-    ("--per_device_train_batch_size 2", "--micro-batch-size"),
-    ("--max_steps 5 --lr 1", "--train-iters"),
-    ("--training.seq_len 8", "--seq-length"),
-    ("--gradient_accumulation_steps 2", "--global-batch-size"),
-    ("--config_file x.yml", "--config"),
-    ("--tensor-parallel 2", "--tensor-model-parallel-size"),
-    ("--data-parallel-size 2", "number of processes"),
-]
+HINTS = CASES["hints"]
 
 
 @pytest.mark.parametrize(("line", "expected"), HINTS)

@@ -35,6 +35,7 @@ from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.position_embedding import rope_rates
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import raises_problem
+from tests.tables import tables
 from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.conversion.hf_models import (
     LLAMA3,
@@ -52,12 +53,9 @@ from tests.unit.conversion.models import SMALL, assert_same_tensors, logits, ran
 from tests.unit.conversion.test_weights_folder import write_settings
 from tests.unit.tokenizer.test_tokenizers import END, gpt2_files
 
-LLAMA_LIKE = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "activation": "swiglu",
-    "add_bias_linear": False,
-}
+TABLES = tables(__file__)
+
+LLAMA_LIKE = TABLES["llama_like"]
 
 
 def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
@@ -159,15 +157,7 @@ def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("ids", "generation"),
-    [
-        ({"eos_token_id": 1, "pad_token_id": None}, {"eos_token_id": [1, 2], "pad_token_id": 3}),
-        ({"bos_token_id": 0, "eos_token_id": [1, 2]}, {"eos_token_id": [1, 2], "top_k": 5}),
-        ({}, {"eos_token_id": 7}),
-        ({}, {}),
-    ],
-)
+@pytest.mark.parametrize(("ids", "generation"), TABLES["special_ids"])
 def test_special_ids_stay_in_their_file(
     tmp_path: Path, ids: dict[str, Any], generation: dict[str, Any]
 ) -> None:
@@ -223,14 +213,7 @@ def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
     assert open_hf(tmp_path / "old").settings == open_hf(tmp_path / "new").settings
 
 
-ROTATIONS: tuple[dict[str, Any], ...] = (
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1}},
-    {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-    {"partial_rotary_factor": 0.5},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 300.0},
-    {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"rope_theta": 300.0}},
-    {"rope_theta": 300.0, "rotary_emb_base": 200, "rotary_pct": 0.5},
-)
+ROTATIONS: tuple[dict[str, Any], ...] = TABLES["rotations"]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "falcon", "gpt-neox"])
@@ -510,27 +493,7 @@ def test_a_folder_of_a_version_without_windows_has_its_window(tmp_path: Path) ->
     assert open_weights_folder(tmp_path / "ours").settings.model.window == 12
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "gpt2"),
-        ({"activation": "openai-gelu"}, "gpt2"),
-        ({"position_embedding_type": "rope", "rotary_percent": 0.25}, "gpt_neox"),
-        (LLAMA_LIKE, "llama"),
-        ({**LLAMA_LIKE, "add_qkv_bias": True}, "qwen2"),
-        ({**LLAMA_LIKE, "qk_layernorm": True}, "qwen3"),
-        (
-            {**LLAMA_LIKE, "qk_layernorm": True, "qk_layernorm_scope": "all-heads"}
-            | {"norm_position": "reordered"},
-            "olmo2",
-        ),
-        ({"position_embedding_type": "alibi", "embed_layernorm": True}, "bloom"),
-        (
-            {"position_embedding_type": "rope", "add_bias_linear": False, "num_query_groups": 1},
-            "falcon",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), TABLES["families"])
 def test_a_family_that_has_the_parts_is_chosen(
     tmp_path: Path, options: dict[str, Any], expected: str
 ) -> None:

@@ -21,6 +21,9 @@ from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.problems import raises_problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 TOKENIZER = NullTokenizer(9)
 
@@ -51,16 +54,7 @@ def test_items_are_lists_arrays_or_tensors(item: Any) -> None:
     assert MapDataset([item], request())[0].tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("item", "code"),
-    [
-        ([1, 2], "dataset-item-of-other-shape"),
-        ([1.0, 2.0, 3.0], "dataset-item-of-other-shape"),
-        ([1, 2, 10], "dataset-item-outside-vocabulary"),
-        ([1, ~10, 2], "dataset-item-outside-vocabulary"),
-        ([1, 2**40, 2], "dataset-item-outside-vocabulary"),
-    ],
-)
+@pytest.mark.parametrize(("item", "code"), TABLES["items"])
 def test_items_that_do_not_fit_are_problems(item: list[float], code: str) -> None:
     with raises_problem(code):
         MapDataset([item], request())[0]

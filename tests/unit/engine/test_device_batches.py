@@ -15,6 +15,9 @@ from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import raises_problem
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 CPU = torch.device("cpu")
 
@@ -125,15 +128,7 @@ def test_each_copy_starts_one_batch_ahead(streams: Streams) -> None:
         found.append(int(batch.tokens_BS[0, 0]))
         streams.log.append(f"computed {batch.position // 2}")
     assert found == [0, 10, 20, 30]
-    assert streams.log == [
-        *("read 0", "copy on side", "copied 0 on side", "compute waits for copy 0", "kept"),
-        *("read 1", "copy on side", "copied 1 on side", "computed 0"),
-        *("compute waits for copy 1", "kept"),
-        *("read 2", "host waits for copy 0", "copy on side", "copied 2 on side", "computed 1"),
-        *("compute waits for copy 2", "kept"),
-        *("read 3", "host waits for copy 1", "copy on side", "copied 3 on side", "computed 2"),
-        *("compute waits for copy 3", "kept", "computed 3"),
-    ]
+    assert streams.log == TABLES["copies"]
     assert len(streams.pinned) == 2
 
 

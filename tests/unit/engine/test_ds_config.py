@@ -81,14 +81,7 @@ def test_flags_decide_without_a_file() -> None:
     assert (result["bf16"]["enabled"], result["fp16"]["enabled"]) == (True, False)
     assert result["data_types"]["grad_accum_dtype"] == "fp32"
     assert result["zero_optimization"]["stage"] == 2
-    assert result["optimizer"]["params"] == {
-        "lr": 1e-4,
-        "betas": [0.9, 0.95],
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-        "torch_adam": True,
-        "fused": True,
-    }
+    assert result["optimizer"]["params"] == TABLES["optimizer"]
 
 
 def test_reduction_bucket_is_at_most_the_model_size(merge: Merge) -> None:

@@ -82,14 +82,7 @@ def test_name_may_be_a_key_a_block_or_the_last_part_of_a_key() -> None:
 
 
 def test_facts_of_a_key() -> None:
-    assert facts("gradient_clipping") == {
-        "key": "gradient_clipping",
-        "description": DESCRIPTIONS["gradient_clipping"],
-        "type": "number",
-        "flags": ["--clip-grad"],
-        "derived_from": None,
-        "deepspeed_default": 1.0,
-    }
+    assert facts("gradient_clipping") == TABLES["facts"]
     assert facts("optimizer.params.betas")["flags"] == ["--adam-beta1", "--adam-beta2"]
     assert facts("amp")["description"].startswith("not supported: removed in DeepSpeed 0.19.8")
     assert facts("bfloat16")["description"] == "former name of bf16"

@@ -18,7 +18,10 @@ from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
+from tests.tables import tables
 from tests.unit.engine.ds_files import FLAGS, FLAGS_OF, SHIPPED, Merge, merged
+
+TABLES = tables(__file__)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -45,15 +48,7 @@ def test_zero_stage_1_is_the_default() -> None:
 
 
 def test_keys_set_fields_without_flags(merge: Merge) -> None:
-    file = {
-        "gradient_clipping": 0.3,
-        "bf16": {"enabled": True, "immediate_grad_update": True},
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 2e8},
-        "optimizer": {"params": {"eps": 1e-6, "betas": [0.8, 0.95], "torch_adam": False}},
-        "data_types": {"grad_accum_dtype": "bf16"},
-        "activation_checkpointing": {"number_checkpoints": 4, "profile": True},
-        "wall_clock_breakdown": True,
-    }
+    file = TABLES["file"]
     flags = "--recompute-granularity full --deepspeed-activation-checkpointing"
     config, problems, _ = merge(file, flags)
     assert problems == []
@@ -80,27 +75,11 @@ def test_accumulation_steps_give_batch_size_without_flag(merge: Merge) -> None:
 
 
 INVALID = "ds-value-invalid"
-NVME = "--zero-stage 3 --nvme-optimizer"
-OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-VALUES: dict[str, tuple[Any, Any]] = {
-    "zero_optimization.stage": (1, 2),
-    "zero_optimization.offload_optimizer.device": (True, "none"),
-    "zero_optimization.offload_param.device": ("cpu", "nvme"),
-    "zero_optimization.offload_optimizer.nvme_path": ("/one", "/two"),
-    "zero_optimization.offload_param.nvme_path": ("/one", "/two"),
-    "data_types.grad_accum_dtype": (True, "bf16"),
-    "optimizer.type": ("adam", "SGD"),
-}
+VALUES: dict[str, tuple[Any, Any]] = TABLES["values"]
 """Key -> contradicting values of the flag and the key, where they are not simply two numbers."""
 
 
-LOSS_SCALING = {
-    "loss_scale": (12.0, 0),
-    "initial_loss_scale": (2.0**15, 12),
-    "min_loss_scale": (2.0, 1),
-    "loss_scale_window": (500, 100),
-    "hysteresis": (3, 4),
-}
+LOSS_SCALING = TABLES["loss_scaling"]
 """Flags next to which the file's fp16 block decides, with a value and that of the key."""
 
 
@@ -132,16 +111,7 @@ def test_a_loss_scale_of_the_file_is_no_contradiction_of_an_equal_flag(merge: Me
     assert (config.precision.loss_scale, problems, warnings) == (128, [], [])
 
 
-@pytest.mark.parametrize(
-    ("stage", "flags"),
-    [
-        (None, "--bf16 --zero-stage 0"),
-        (0, "--bf16"),
-        (0, "--fp16 --zero-stage 0"),
-        (1, "--bf16 --zero-stage 0"),
-        (0, "--bf16 --zero-stage 0 --cpu-optimizer"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "flags"), TABLES["stage_0"])
 def test_stage_0_runs_as_stage_1_in_half_precision(
     merge: Merge, stage: int | None, flags: str
 ) -> None:
@@ -187,27 +157,7 @@ def test_contradiction_names_flag_and_key_with_values_and_line(
     assert (str(flag_value) in str(problem)) or isinstance(flag_value, bool)
 
 
-@pytest.mark.parametrize(
-    ("file", "code", "names"),
-    [
-        ({"optimizer": {"params": {"betas": [0.9, 0.5]}}}, "ds-key-contradicts-flag", "adam_beta2"),
-        (
-            {"gradient_accumulation_steps": 3},
-            "ds-accumulation-contradicts-batch",
-            "global_batch_size micro_batch_size",
-        ),
-        ({"optimizer": {"type": "CPUAdam"}}, "ds-cpu-adam-without-offload", "cpu_optimizer"),
-        ({"optimizer": {"params": {"adam_w_mode": False}}}, INVALID, "optimizer"),
-        ({**OFFLOADED, "optimizer": {"params": {"torch_adam": True}}}, INVALID, "cpu_optimizer"),
-        (
-            {"optimizer": {"type": "SGD"}, "zero_allow_untested_optimizer": False},
-            INVALID,
-            "optimizer",
-        ),
-        ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, INVALID, "zero_stage"),
-        ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, INVALID, ""),
-    ],
-)
+@pytest.mark.parametrize(("file", "code", "names"), TABLES["not_honoured"])
 def test_key_that_cannot_be_honoured_is_rejected(
     merge: Merge, file: object, code: str, names: str
 ) -> None:
@@ -275,28 +225,7 @@ def test_keys_of_a_contradicted_stage_are_not_called_ineffective(merge: Merge) -
     assert (codes(problems), codes(warnings)) == (["ds-key-contradicts-flag"], [])
 
 
-@pytest.mark.parametrize(
-    ("flags", "code"),
-    [
-        (f"{NVME} --remote-device nvme", "nvme-path-missing"),
-        (NVME, "nvme-path-missing"),
-        (
-            "--zero-stage 3 --remote-device nvme --nvme-path /x",
-            "nvme-parameters-without-offloaded-optimizer",
-        ),
-        (f"{NVME} --nvme-path /x --optimizer lion", "nvme-with-other-optimizer"),
-        (
-            "--zero-stage 3 --cpu-optimizer --optimizer-offload-fraction 0.5 --optimizer lion",
-            "partial-offload-of-other-optimizer",
-        ),
-        ("--use-bnb-optimizer --cpu-optimizer", "8-bit-adam-layout"),
-        ("--use-bnb-optimizer --num-experts 2", "8-bit-adam-layout"),
-        ("--use-bnb-optimizer --cautious-weight-decay", "mutually-exclusive"),
-        ("--bf16 --bf16-master-weights --zero-stage 3 --exp-avg-dtype bf16", "mutually-exclusive"),
-        ("--zero-stage 3 --zero-hpz-partition-size 3", "hpz-size-not-a-divisor"),
-        ("--fp16 --initial-loss-scale 1000", "initial-loss-scale-not-power-of-two"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "code"), TABLES["wrong_layouts"])
 def test_layout_that_deepspeed_computes_wrongly_is_rejected(flags: str, code: str) -> None:
     assert codes(merged(flags).problems) == [code]
 
@@ -314,14 +243,7 @@ def test_problem_of_a_value_from_the_file_shows_its_key(tmp_path: Path) -> None:
     assert f"zero_optimization.offload_optimizer.device of {path}:4" in str(stage)
 
 
-CURRICULUM = {
-    "enabled": True,
-    "curriculum_type": "seqlen",
-    "min_difficulty": 8,
-    "max_difficulty": 128,
-    "schedule_type": "fixed_linear",
-    "schedule_config": {"total_curriculum_step": 30, "difficulty_step": 4},
-}
+CURRICULUM = TABLES["curriculum"]
 
 
 SHORT = {"min_difficulty": 16, "max_difficulty": 64}
@@ -349,19 +271,7 @@ def test_curriculum_auto_leaves_flags_alone(merge: Merge) -> None:
     assert (config.schedule.curriculum_seqlen, problems) == ((8, 16, 3), [])
 
 
-@pytest.mark.parametrize(
-    ("changes", "flags", "code"),
-    [
-        ({"enabled": None}, "", "ds-curriculum-incomplete"),
-        ({"schedule_type": None}, "", "ds-curriculum-incomplete"),
-        ({"schedule_config": {"difficulty_step": 8}}, "", "ds-curriculum-incomplete"),
-        ({"curriculum_type": "vocab"}, "", "ds-value-invalid"),
-        ({"schedule_type": "fixed_root"}, "", "ds-value-invalid"),
-        ({"max_difficulty": 126}, "", "ds-value-invalid"),
-        ({}, "--curriculum-seqlen 8 64 30", "ds-key-contradicts-flag"),
-        ({}, "--curriculum-seqlen-step 8", "ds-key-contradicts-flag"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "flags", "code"), TABLES["curricula"])
 def test_unsupported_curriculum_is_rejected(
     merge: Merge, changes: dict[str, Any], flags: str, code: str
 ) -> None:
@@ -371,13 +281,7 @@ def test_unsupported_curriculum_is_rejected(
     assert all("curriculum_seqlen" in problem.fields[0] for problem in problems)
 
 
-WARMUP = {
-    "warmup_min_lr": 1e-5,
-    "warmup_max_lr": 1e-4,
-    "warmup_num_steps": 3,
-    "total_num_steps": 10,
-    "warmup_type": "linear",
-}
+WARMUP = TABLES["warmup"]
 
 
 LENGTHS = ["--train-iters 12", "--train-samples 192"]
@@ -385,31 +289,7 @@ LENGTHS = ["--train-iters 12", "--train-samples 192"]
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("style", ["linear", "log", None])
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("WarmupLR", {"total_num_steps": None}),
-        ("WarmupLR", {"total_num_steps": None, "warmup_num_steps": 1, "warmup_min_lr": None}),
-        ("WarmupLR", {"total_num_steps": None, "warmup_num_steps": None}),
-        ("WarmupDecayLR", {}),
-        ("WarmupDecayLR", {"warmup_num_steps": 1}),
-        (
-            "WarmupDecayLR",
-            {"warmup_max_lr": None, "total_num_steps": 2000, "warmup_num_steps": None},
-        ),
-        ("WarmupCosineLR", {"warmup_min_lr": None, "warmup_max_lr": None}),
-        (
-            "WarmupCosineLR",
-            {
-                "warmup_min_lr": None,
-                "warmup_max_lr": None,
-                "total_num_steps": 11,
-                "warmup_min_ratio": 0.25,
-                "cos_min_ratio": 0.1,
-            },
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "changes"), TABLES["learning_rates"])
 def test_scheduler_gives_learning_rates_of_deepspeed(
     merge: Merge, kind: str, changes: dict[str, Any], style: str | None, length: str
 ) -> None:
@@ -495,22 +375,7 @@ def test_scheduler_without_a_type_is_none(merge: Merge, block: Any) -> None:
     assert (problems, config.schedule.has_warmup) == ([], False)
 
 
-LINEAR = {"warmup_type": "linear"}
-
-
-@pytest.mark.parametrize(
-    ("params", "kind", "flags", "code"),
-    [
-        (WARMUP, "WarmupDecayLR", "--lr-warmup-iters 5", "ds-key-contradicts-flag"),
-        (WARMUP, "WarmupDecayLR", "--lr-warmup-style log", "ds-key-contradicts-flag"),
-        (LINEAR | {"warmup_max_lr": 1.0}, "WarmupLR", "", "ds-key-contradicts-flag"),
-        (LINEAR, "WarmupDecayLR", "", "ds-scheduler-without-total-steps"),
-        (LINEAR, "WarmupCosineLR", "", "ds-scheduler-without-total-steps"),
-        (LINEAR | {"warmup_num_steps": 0}, "WarmupLR", "", "ds-value-invalid"),
-        ({"cycle_min_lr": 1}, "OneCycle", "", "ds-scheduler-unsupported"),
-        (LINEAR, "WarmupLR", "--rampup-batch-size 4 4 100", "ds-scheduler-with-varying-batch"),
-    ],
-)
+@pytest.mark.parametrize(("params", "kind", "flags", "code"), TABLES["schedulers"])
 def test_unsupported_scheduler_is_rejected(
     merge: Merge, params: Any, kind: str, flags: str, code: str
 ) -> None:

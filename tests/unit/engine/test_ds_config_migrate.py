@@ -16,10 +16,12 @@ from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.keys import DEFAULTS, VERSION
 from megatron_ds.engine.ds_config.migrate import Migration, migrate, text
 from tests.problems import codes
+from tests.tables import tables
 from tests.unit.engine.ds_files import Merge
 
+TABLES = tables(__file__)
+
 ZERO = "zero_optimization"
-OFFLOAD = f"{ZERO}.offload_optimizer"
 
 
 @pytest.fixture
@@ -37,75 +39,14 @@ def values_of(path: Path, values: Any) -> Any:
     return migrated(path, values, new_defaults=True).values
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({ZERO: {"cpu_offload": True}}, {ZERO: {"offload_optimizer": {"device": "cpu"}}}),
-        ({ZERO: {"cpu_offload_params": True}}, {ZERO: {"offload_param": {"device": "cpu"}}}),
-        (
-            {ZERO: {"cpu_offload": True, "cpu_offload_use_pin_memory": True}},
-            {ZERO: {"offload_optimizer": {"device": "cpu", "pin_memory": True}}},
-        ),
-        ({ZERO: True}, {ZERO: {"stage": 1}}),
-        (
-            {ZERO: True, "allgather_size": 5},
-            {ZERO: {"stage": 1, "allgather_bucket_size": 5}},
-        ),
-        ({"allgather_size": 5}, {ZERO: {"allgather_bucket_size": 5}}),
-        (
-            {ZERO: {"stage3_gather_fp16_weights_on_model_save": True}},
-            {ZERO: {"stage3_gather_16bit_weights_on_model_save": True}},
-        ),
-        ({"bfloat16": {"enabled": False}}, {"bf16": {"enabled": False}}),
-        ({"fp32_allreduce": True}, {"communication_data_type": "fp32"}),
-        ({"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}),
-        (
-            {"optimizer": {"params": {"max_grad_norm": 0.5}}},
-            {"optimizer": {"params": {}}, "gradient_clipping": 0.5},
-        ),
-        ({ZERO: {"mics_shard_size": 4}}, {ZERO: {"zero_hpz_partition_size": 4}}),
-        ({ZERO: {"mics_shard_size": -1}}, {ZERO: {}}),
-        ({ZERO: {"mics_shard_size": 1}}, {ZERO: {}}),
-        (
-            {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1, "freeze_step": 9}}},
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1}}},
-        ),
-        (
-            {
-                "optimizer": {
-                    "type": "Lamb",
-                    "params": {"lr": 1, "max_coeff": 0.3, "bias_correction": False},
-                }
-            },
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1}}},
-        ),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
-        ),
-        ({ZERO: {"stage": 0}, "fp16": {"enabled": True}}, {ZERO: {"stage": 1}}),
-        ({ZERO: {"stage": 0}}, {ZERO: {"stage": 0}}),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), TABLES["old_keys"])
 def test_old_keys_become_current_ones(path: Path, old: Any, new: Any) -> None:
     result = values_of(path, old)
     assert {key: result[key] for key in new} == new
     assert result.keys() == (old.keys() & result.keys()) | new.keys()
 
 
-@pytest.mark.parametrize(
-    ("block", "successor"),
-    [
-        ({"amp": {"enabled": True}}, "--bf16"),
-        ({"sparse_attention": {"mode": "fixed"}}, "dense"),
-        ({"elasticity": {"enabled": True}}, "any number of ranks"),
-        ({"nebula": {"enabled": True}}, "--async-save"),
-        ({"compile": {"enabled": True, "backend": "inductor"}}, "--compile"),
-        ({"autotuning": {"enabled": True}}, "tools/plan.py"),
-        ({"scheduler": {"type": "OneCycle", "params": {}}}, "--lr-decay-style"),
-        ({"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "total_num_steps"),
-    ],
-)
+@pytest.mark.parametrize(("block", "successor"), TABLES["removed_features"])
 def test_removed_features_are_left_out_with_their_successor(
     path: Path, block: dict[str, Any], successor: str
 ) -> None:
@@ -121,14 +62,7 @@ def test_blocks_that_are_off_change_nothing(path: Path) -> None:
 
 
 def test_curriculum_becomes_flags(path: Path) -> None:
-    block = {
-        "enabled": True,
-        "curriculum_type": "seqlen",
-        "schedule_type": "fixed_linear",
-        "min_difficulty": 8,
-        "max_difficulty": 128,
-        "schedule_config": {"total_curriculum_step": 30, "difficulty_step": 4},
-    }
+    block = TABLES["curriculum"]
     result = migrated(path, {"curriculum_learning": block}, new_defaults=True)
     assert result.flags == ["--curriculum-seqlen 8 128 30", "--curriculum-seqlen-step 4"]
     assert result.values == {}
@@ -165,8 +99,7 @@ def test_invalid_values_are_reported_together(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "clipping"),
-    [("0.5", 0.0), ("0.19.2", 0.0), ("0.19.3", None), ("v0.19.8", None)],
+    ("version", "clipping"), [("0.5", 0.0), ("0.19.2", 0.0), ("0.19.3", None), ("v0.19.8", None)]
 )
 def test_former_default_is_written_for_versions_that_had_it(
     path: Path, version: str, clipping: float | None
@@ -177,34 +110,7 @@ def test_former_default_is_written_for_versions_that_had_it(
     assert migrated(path, given, version).values == given
 
 
-@pytest.mark.parametrize(
-    ("values", "version", "key", "written"),
-    [
-        ({"fp16": {"enabled": True}}, "0.7.7", "fp16.initial_scale_power", 32),
-        ({"fp16": {"enabled": True}}, "0.8", "fp16.initial_scale_power", None),
-        ({"fp16": {"enabled": False}}, "0.7", "fp16.initial_scale_power", None),
-        ({"fp16": {"enabled": True, "loss_scale": 8}}, "0.7", "fp16.initial_scale_power", None),
-        ({"bf16": {"enabled": True}}, "0.11.1", "bf16.check_grad_overflow", None),
-        ({"bf16": {"enabled": True}}, "0.11.2", "bf16.check_grad_overflow", False),
-        ({"bf16": {"enabled": True}}, "0.19.3", "bf16.check_grad_overflow", None),
-        ({ZERO: {"cpu_offload": True}}, "0.5", f"{OFFLOAD}.pin_memory", False),
-        (
-            {ZERO: {"offload_optimizer": {"device": "cpu"}}},
-            "0.19.5",
-            f"{OFFLOAD}.pin_memory",
-            None,
-        ),
-        (
-            {ZERO: {"offload_optimizer": {"device": "none"}}},
-            "0.6",
-            f"{OFFLOAD}.pin_memory",
-            None,
-        ),
-        ({"optimizer": {"type": "Adam"}}, "0.9", "optimizer.params.weight_decay", 0.0),
-        ({"optimizer": {"type": "SGD"}}, "0.9", "optimizer.params.momentum", 0.0),
-        ({"optimizer": {"type": "Lion"}}, "0.10", "optimizer.params.betas", [0.9, 0.999]),
-    ],
-)
+@pytest.mark.parametrize(("values", "version", "key", "written"), TABLES["former_defaults"])
 def test_former_defaults_depend_on_the_version_and_the_file(
     path: Path, values: Any, version: str, key: str, written: Any
 ) -> None:
@@ -232,15 +138,7 @@ def test_default_without_a_key_is_restored_by_a_flag(path: Path) -> None:
     assert "--distributed-timeout" not in text(migrated(path, {}, "0.19.6"), "old.json")
 
 
-@pytest.mark.parametrize(
-    ("values", "version"),
-    [
-        ({}, "0.5.0"),
-        ({"csv_monitor": {}}, "0.6.0"),
-        ({"csv_monitor": {}, ZERO: {"zero_hpz_partition_size": 1}}, "0.10.0"),
-        ({"bf16": {"check_grad_overflow": True}}, "0.17.0"),
-    ],
-)
+@pytest.mark.parametrize(("values", "version"), TABLES["versions"])
 def test_version_is_the_oldest_with_all_keys(path: Path, values: Any, version: str) -> None:
     assert migrated(path, values, None).version == version
 
@@ -281,12 +179,7 @@ def test_present_default_is_that_of_a_run(merge: Merge) -> None:
     Claim (deepspeed): former defaults end with those of the installed DeepSpeed, and present ones
     are those of a run
     """
-    flags = {
-        "optimizer.params.momentum": "--optimizer sgd",
-        "optimizer.params.betas": "--optimizer lion",
-        f"{OFFLOAD}.pin_memory": "--cpu-optimizer",
-        f"{ZERO}.offload_param.pin_memory": "--cpu-optimizer --zero-stage 3 --remote-device cpu",
-    }
+    flags = TABLES["flags"]
     for former in history.FORMER:
         if former.keep:
             config = merge({}, flags.get(former.key, ""), without="--weight-decay 0.1").config

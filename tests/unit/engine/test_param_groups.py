@@ -22,6 +22,9 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import declare
 from megatron_ds.parallel.weights import Role, Weight
 from tests.problems import raises_problem
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 DIMENSIONS = ("hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 SIZES: dict[str, int] = {"num_layers": 1, **dict.fromkeys(DIMENSIONS, 4)}
@@ -98,13 +101,7 @@ def settings_of(model: nn.Module, options: OptimizerConfig) -> dict[str, tuple[f
 
 def test_embeddings_and_output_layer_may_have_their_own_settings() -> None:
     options = OptimizerConfig(lr=1.0, weight_decay=0.5, decoupled_lr=3.0, embedding_weight_decay=2)
-    assert settings_of(Named(), options) == {
-        "embedding.word.weight": (1.5, 1.0),
-        "embedding.position.weight": (0.5, 1.0),
-        "layers.0.weight": (0.5, 0.25),
-        "layers.0.bias": (0.5, 0.0),
-        "head.weight": (1.5, 0.25),
-    }
+    assert settings_of(Named(), options) == TABLES["embeddings"]
     undecayed = OptimizerConfig(lr=1.0, weight_decay=0.5, embedding_weight_decay=0.0)
     assert settings_of(Named(), undecayed)["embedding.word.weight"] == (0.5, 0.0)
     assert settings_of(Named(), undecayed)["head.weight"] == (0.5, 0.25)
@@ -114,13 +111,7 @@ def test_the_first_pattern_that_matches_a_name_sets_its_rates() -> None:
     groups = "layers.*.bias,wd=0.1", "layers.*,lr=0.1x", "*.w*,lr=2.0,wd=0.5x", "head*,lr=0,wd=0"
     options = OptimizerConfig(lr=1.0, weight_decay=0.5, decoupled_lr=3.0, embedding_weight_decay=2)
     options = dataclasses.replace(options, param_group=tuple(f"pattern={one}" for one in groups))
-    assert settings_of(Named(), options) == {
-        "embedding.word.weight": (1.0, 0.5),
-        "embedding.position.weight": (1.0, 0.5),
-        "layers.0.weight": (0.05, 0.25),
-        "layers.0.bias": (0.5, 0.05),
-        "head.weight": (1.0, 0.125),
-    }
+    assert settings_of(Named(), options) == TABLES["patterns"]
     config = Config().with_values({**SIZES, "param_group": options.param_group[:2]})
     assert list(param_group_problems(config)) == []
     for texts, words in (

@@ -12,7 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.spec.architecture import model_spec
+from tests.tables import tables
 from tests.unit.model.dense import TINY, build_model
+
+TABLES = tables(__file__)
 
 BATCH = 2
 EXPERTS = MoEConfig(num_experts=(4,), expert_interval=2, moe_router_topk=3)
@@ -48,16 +51,7 @@ FORMS: list[dict[str, Any]] = [
     for activation in ("gelu", "swiglu")
     for is_untied in (False, True)
 ]
-DEEPSEEK: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "position_embedding_type": "rope",
-    "q_lora_rank": 12,
-    "kv_lora_rank": 20,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-    "mtp_num_layers": 2,
-}
+DEEPSEEK: dict[str, Any] = TABLES["deepseek"]
 
 
 @pytest.mark.parametrize("form", [*FORMS, DEEPSEEK], ids=str)

@@ -13,16 +13,13 @@ from megatron_ds.config.model.model import ModelConfig
 from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
+from tests.tables import tables
 from tests.unit.model.dense import TINY, build_model
 
+TABLES = tables(__file__, tuple)
+
 CONFIG = ModelConfig(**TINY, seq_length=12, vocab_size=50, make_vocab_size_divisible_by=64)
-SCORES = {
-    "softmax_type": "learnable",
-    "softmax_scale": 0.4,
-    "attn_logit_softcapping": 2.0,
-    "attention_output_gate": True,
-    "final_logit_softcapping": 3.0,
-}
+SCORES = TABLES["scores"]
 """Options of attention that need its scores, or change its output."""
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
@@ -86,14 +83,9 @@ def test_parameters_have_canonical_names_and_shapes() -> None:
         **{f"layers.1.{name}.weight": shape for name, shape in weights.items()},
         **{f"layers.1.{name}.bias": shape[:1] for name, shape in weights.items()},
     }
-    assert {name: shape for name, shape in shapes.items() if not name.startswith("layers.")} == {
-        "embedding.word.weight": (64, 32),
-        "embedding.position.weight": (12, 32),
-        "embedding.norm.weight": (32,),
-        "embedding.norm.bias": (32,),
-        "final_norm.weight": (32,),
-        "final_norm.bias": (32,),
-    }
+    assert {
+        name: shape for name, shape in shapes.items() if not name.startswith("layers.")
+    } == TABLES["shapes"]
     untied = build(untie_embeddings_and_output_weights=True)
     assert untied.get_parameter("head.weight").shape == (64, 32)
 

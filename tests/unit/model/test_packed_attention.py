@@ -39,6 +39,7 @@ from megatron_ds.model.attention.packed import (
 from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
+from tests.tables import tables
 from tests.unit.model.dense import (
     TINY,
     build_model,
@@ -48,16 +49,11 @@ from tests.unit.model.dense import (
     gradients,
 )
 
+TABLES = tables(__file__)
+
 CPU = torch.device("cpu")
 EOD = 0
-ROWS = {
-    "no end": [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5],
-    "ends in the middle": [5, 6, 0, 8, 9, 5, 6, 0, 8, 9, 5],
-    "end first": [0, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5],
-    "end last": [5, 6, 7, 8, 9, 5, 0, 7, 8, 9, 0],
-    "ends in a row": [5, 6, 0, 0, 0, 5, 6, 7, 0, 0, 5],
-    "ends alone": [0] * 11,
-}
+ROWS = TABLES["rows"]
 TOKENS = torch.tensor(list(ROWS.values()))
 SHAPE = {"seq_length": TOKENS.shape[1], "vocab_size": 50, "make_vocab_size_divisible_by": 64}
 CONFIG = ModelConfig(**TINY, **SHAPE, init_method_std=0.1)

@@ -23,6 +23,9 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import declaration, expert_group, shard_spec
 from tests.dist.parity_cases import MODELS, SHAPE
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 PRESETS: dict[str, dict[str, Any]] = {
     **MODELS,
@@ -30,14 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bias of queries": {"add_bias_linear": False, "add_qkv_bias": True, "kv_channels": 6},
     "positions": {"max_position_embeddings": 40, "softmax_vocab_size": 93},
 }
-OF_TODAY: dict[str, Any] = {
-    "moe_layer_freq": "[0,1,1,0]",
-    "moe_ffn_hidden_size": 16,
-    "moe_latent_size": 8,
-    "moe_shared_expert_intermediate_size": 24,
-    "moe_shared_expert_gate": True,
-    "moe_router_bias": True,
-}
+OF_TODAY: dict[str, Any] = TABLES["of_today"]
 MOE = {
     "dense": MoEConfig(),
     "experts": MoEConfig(num_experts=(4,), expert_interval=2),

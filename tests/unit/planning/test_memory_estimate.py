@@ -45,15 +45,7 @@ COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single"),
     "reduce_scatter_tensor",
 )
-SHAPE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": HIDDEN,
-    "num_attention_heads": 4,
-    "seq_length": SEQUENCE,
-    "vocab_size": VOCAB,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
+SHAPE: dict[str, Any] = TABLES["shape"]
 MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 OF_ATTENTION = {
     *("attention_dropout", "position_embedding_type", "num_query_groups"),
@@ -65,12 +57,7 @@ COUNTED = [
     *(("attention dropout", documents, "selective") for documents in (False, True)),
 ]
 """Model, whether attention is inside documents, and what is recomputed."""
-LIMITS = {
-    "stage3_max_live_parameters": 10**9,
-    "stage3_max_reuse_distance": 10**9,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 10**5,
-}
+LIMITS = TABLES["limits"]
 SINGLE = MemoryInputs(
     zero_stage=0,
     tp_size=1,
@@ -140,13 +127,7 @@ def test_activations_equal_what_autograd_saves(
     assert estimate(run, engine).activations == pytest.approx(saved_by_layers(run, dtype), rel=0.02)
 
 
-OF_TODAY = {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_bias": True,
-    "moe_ffn_hidden_size": HIDDEN // 2,
-    "moe_shared_expert_intermediate_size": HIDDEN,
-    "moe_shared_expert_gate": True,
-}
+OF_TODAY = TABLES["of_today"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -205,14 +186,7 @@ ULYSSES = [
     for model in ("plain", "hidden dropout", "rope", "grouped queries", "alibi")
     for tp in (1, 2)
 ]
-FORMS = [
-    ("OLMo 2", {"tp": 2, "sequence": True}),
-    ("parallel", {"tp": 2, "sequence": True}),
-    ("stream in fp32", {"tp": 2, "sequence": True}),
-    ("predictions", {"tp": 2, "sequence": True, "experts": 8}),
-    ("predictions, RMSNorm", {"tp": 2, "sp": 2, "sequence": True}),
-    ("MLA", {"tp": 2, "sequence": True, "experts": 8}),
-]
+FORMS = TABLES["forms"]
 
 
 @pytest.mark.parametrize(("model", "layout"), [*TENSOR_PARALLEL, *ULYSSES, *FORMS])

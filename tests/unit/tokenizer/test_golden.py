@@ -25,20 +25,12 @@ from megatron_ds.preprocess.documents.sentence_splitter import RuleSplitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
-TIKTOKEN = {"tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 10}
-FILES: dict[str, dict[str, Any]] = {
-    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-    "BertWordPieceLowerCase": {"vocab_file": "vocab.txt", "vocab_extra_ids": 2},
-    "BertWordPieceCase": {"vocab_file": "vocab.txt"},
-    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model", "vocab_extra_ids": 2},
-    "GPTSentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
-    "Llama2Tokenizer": {"tokenizer_model": "tokenizer.model"},
-    "HFTokenizer": {"tokenizer_model": "tokenizer.json"},
-    "TikTokenizer": {"tokenizer_model": "tiktoken.json", **TIKTOKEN},
-    "NullTokenizer": {},
-}
+FILES: dict[str, dict[str, Any]] = TABLES["files"]
 WITH_TEXT_FILES = (
     *("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
     *("HFTokenizer", "TikTokenizer"),

@@ -16,10 +16,13 @@ from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
 from megatron_ds.loading.merge import MergeOptions
 from megatron_ds.schedules import DECAY_FACTORS
 from tests.problems import printed_codes
+from tests.tables import tables
 from tests.unit.checkpoint.native_writer import random_states, write_checkpoint
 from tests.unit.conversion.models import model, random_source
 from tests.unit.tools.conftest import Run
 from tools import merge_checkpoints
+
+TABLES = tables(__file__)
 
 TOOL = merge_checkpoints
 
@@ -52,18 +55,7 @@ def average(paths: Sequence[Path], weights: Sequence[float]) -> dict[str, numpy.
     return result
 
 
-@pytest.mark.parametrize(
-    ("flags", "weights"),
-    [
-        ((), (1, 1, 1, 1)),
-        (("--method", "ema", "--decay", "0.75"), (0.75**3, 0.75**2 / 4, 0.75 / 4, 1 / 4)),
-        (("--method", "wsm"), (1, 1, 1, 1)),
-        (
-            ("--method", "wsm", "--decay-style", "minus_sqrt"),
-            (0.5, 0.5**0.5 - 0.5, 0.75**0.5 - 0.5**0.5, 1 - 0.75**0.5),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "weights"), TABLES["averages"])
 @pytest.mark.parametrize("target", ["native", "hf"])
 def test_merged_weights_are_the_average_of_numpy(
     checkpoints: list[Path],

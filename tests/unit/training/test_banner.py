@@ -25,35 +25,12 @@ from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.start.banner import BannerData, banner
 from megatron_ds.training.start.startup_report import StartReport, describe_kernel
+from tests.tables import tables
 from tests.unit.model.dense import computed_by, dense_flex
 
-CONFIG = Config().with_values(
-    {
-        "num_layers": 24,
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-        "num_query_groups": 4,
-        "seq_length": 2048,
-        "vocab_size": 50257,
-        "activation": "swiglu",
-        "position_embedding_type": "rope",
-        "lr": 3e-4,
-        "recompute_granularity": "full",
-        "checkpoint_num_layers": 2,
-        "deepspeed_activation_checkpointing": True,
-        "partition_activations": True,
-        "compile": True,
-        "micro_batch_size": 8,
-        "global_batch_size": 256,
-        "rampup_batch_size": (64, 64, 1_000_000),
-        "train_samples": 25_600_000,
-        "lr_warmup_samples": 512_000,
-        "min_lr": 3e-5,
-        "lr_decay_style": "cosine",
-        "save": "/a/folder/with/a/rather/long/name/" * 3,
-        "save_interval": 1000,
-    }
-)
+TABLES = tables(__file__, tuple)
+
+CONFIG = Config().with_values(TABLES["config"])
 SETTINGS = EngineSettings(
     betas=(0.9, 0.999),
     epsilon=1e-8,

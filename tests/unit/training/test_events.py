@@ -17,7 +17,10 @@ from megatron_ds.config import Config
 from megatron_ds.launch import output
 from megatron_ds.training.loggers.events import EVENTS, EventLog
 from tests.problems import printed_codes
+from tests.tables import tables
 from tests.unit.training.logger_records import documented
+
+TABLES = tables(__file__)
 
 
 @pytest.fixture
@@ -53,14 +56,7 @@ def test_every_event_has_the_documented_keys(path: Path) -> None:
         assert common <= set(event)
         assert set(event) - common <= keys[event["event"]], event
     assert keys.keys() == {event["event"] for event in read(path)}
-    assert read(path)[0] == {
-        "event": "start",
-        "iteration": 0,
-        "time": 12.346,
-        "total_iterations": 8,
-        "ranks": 2,
-        "config": {"a": {"b": None}},
-    }
+    assert read(path)[0] == TABLES["start"]
 
 
 def test_printed_warnings_are_recorded_with_the_last_iteration(
