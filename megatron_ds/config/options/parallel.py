@@ -65,8 +65,10 @@ class ParallelConfig:
     )
     cp_comm_type: str = option_field(
         "a2a",
-        "how sequence-parallel ranks exchange what attention needs; all-to-all is the only way",
+        "how sequence-parallel ranks exchange what attention needs; all-to-all is the only way, "
+        "and the result is that of the others",
         choices=("a2a",),
+        synonyms={"p2p": "a2a", "all_gather": "a2a", "allgather": "a2a", "a2a+p2p": "a2a"},
     )
     expert_model_parallel_size: int = option_field(
         1,

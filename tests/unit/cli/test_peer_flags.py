@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 GOLDEN = REPOSITORY / "tests" / "golden" / "peer_flags.txt"
 PEERS = REPOSITORY.parent / "shared" / "reference" / "peer_flags.json"
 PEERS_TODAY = PEERS.with_name("peer_flags_now.json")
-MOST_REFUSED = 43
+MOST_REFUSED = 41
 """Flags of Megatron-LM that are refused and belong to the pretraining of GPTs."""
 NAMES = {"bigscience": "B", "microsoft": "M", "megatron-lm-core-0.8": "L"}
 PRETRAIN = "pretrain"
@@ -127,11 +127,18 @@ def test_every_flag_of_today_has_an_answer() -> None:
 def test_the_list_of_today_is_that_of_megatron() -> None:
     if not PEERS_TODAY.is_file():
         pytest.skip("Megatron-LM's declarations are not next to the repository")
-    branches = {name: spec["branch"] for name, spec in json.loads(PEERS_TODAY.read_text()).items()}
+    declared = json.loads(PEERS_TODAY.read_text())
+    branches = {name: spec["branch"] for name, spec in declared.items()}
     blocks = {
         owner: names for owner, names in flags_of_today().items() if owner in branches.values()
     }
     assert {name: owner for owner, names in blocks.items() for name in names} == branches
+    for name, spec in declared.items():
+        numbers = re.findall(r"^\(?\[?'?([\w.+-]+)'?\]?\)?$", str(spec["default"]))
+        values = [*(spec["choices"] or ()), *(n for n in numbers if n not in ("None", "False"))]
+        for value in values if answer_of(name) == "set" and spec["nargs"] != "0" else ():
+            found = codes(scan([name, str(value)], training_flags()).problems)
+            assert {*found} <= {"unsupported-value", "flag-requires-another"}, (name, value)
 
 
 @pytest.mark.parametrize("value", [True, False])
