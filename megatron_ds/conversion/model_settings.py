@@ -77,6 +77,10 @@ class ModelSettings:
     def moe(self) -> MoEConfig:
         return MoEConfig(**_fields_of(MoEConfig, self))
 
+    def without_predictions(self) -> ModelSettings:
+        """The settings without multi-token prediction."""
+        return dataclasses.replace(self, fixed={**self.fixed, "mtp_num_layers": 0})
+
     @property
     def may_have_unused_rows(self) -> bool:
         """Whether rows of the vocabulary tables may belong to no id."""

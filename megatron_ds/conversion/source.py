@@ -138,12 +138,15 @@ class SourceCheckpoint:
         return dataclasses.replace(self, optimizer={}).checked()
 
     def without_predictions(self) -> SourceCheckpoint:
-        """The weights without those of multi-token prediction."""
-        fixed = {**self.settings.fixed, "mtp_num_layers": 0}
-        settings = dataclasses.replace(self.settings, fixed=fixed)
+        """The source without multi-token prediction."""
+        settings = self.settings.without_predictions()
         names = declared_weights(settings.model, settings.moe)
-        tensors = {name: self.tensors[name] for name in names}
-        return dataclasses.replace(self, settings=settings, tensors=tensors)
+        tensors, *states = (
+            {name: weights[name] for name in names if name in weights}
+            for weights in (self.tensors, *self.optimizer.values())
+        )
+        optimizer = dict(zip(self.optimizer, states, strict=True))
+        return dataclasses.replace(self, settings=settings, tensors=tensors, optimizer=optimizer)
 
     def checked(self, *, may_be_padded: bool = True) -> SourceCheckpoint:
         """This source, without padding of the vocabulary that has no part in the loss.

@@ -289,7 +289,12 @@ def _open(path: Path, config: Config) -> SourceCheckpoint:
 
     model = dataclasses.asdict(config.model)
     options = ReadOptions(optimizer=True, checksums=False, model=model)
-    return recognize(path).open(path, options)
+    source = recognize(path).open(path, options)
+    depths = source.settings.model.mtp_num_layers if "mtp_num_layers" in config.given else 0
+    if not depths or config.model.mtp_num_layers:
+        return source
+    note = Problem("foreign-predictions-left-out", "mtp_num_layers", path=path, depths=depths)
+    return dataclasses.replace(source.without_predictions(), notes=(*source.notes, note))
 
 
 def _checked(

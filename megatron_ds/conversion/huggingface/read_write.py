@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from megatron_ds.conversion.huggingface.read_config import (
     read_settings,
     settings_of,
 )
-from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
+from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, resolved
 from megatron_ds.conversion.safe_unpickle import is_mappable
 from megatron_ds.conversion.safetensors_files import (
     INDEX,
@@ -55,6 +55,7 @@ from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TRANSPOSED_ROWS = 64
 """Rows that are transposed at once."""
+COPIES = ("shared_head.head.weight", "embed_tokens.weight")
 NTK = ("rope_ntk_factor", "max_position_embeddings")
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -73,8 +74,15 @@ def _open(path: Path) -> SourceCheckpoint:
     family, settings = read_settings(path)
     opened = _open_tensors(path).items()
     theirs = {name.removeprefix(family.prefix): tensor for name, tensor in opened}
-    if not settings.fixed["untie_embeddings_and_output_weights"]:
-        _remove_copy(theirs, family, path)
+    model, tables = settings.model, _tables(family)
+    first = f"{family.layer.format(model.num_layers)}."
+    if model.mtp_num_layers and not any(name.startswith(first) for name in theirs):
+        settings = settings.without_predictions()  # transformers does not save them
+    if not model.untie_embeddings_and_output_weights:
+        _remove_copy(theirs, tables[0], tables[1], path)
+        tables[0] = tables[1]
+    for copy, table in _copies(family, settings, tables):
+        _remove_copy(theirs, copy, table, path)
     check_sizes(settings, theirs, path / HF_CONFIG)
     tensors: dict[str, TensorReader] = {}
     used: set[str] = set()
@@ -108,10 +116,14 @@ def write_hf(
         UserError: If no family has the parts of the model, or the folder has files already.
         OSError: If the disk fails.
     """
-    if depths := source.settings.model.mtp_num_layers:
+    try:
+        model_type, values = config_of(source, options.hf_model_type)
+    except UserError:
+        if not (depths := source.settings.model.mtp_num_layers):
+            raise
         options.warn(f"WARNING: {Problem('hf-without-predictions', depths=depths).render()}")
         source = source.without_predictions()
-    model_type, values = config_of(source, options.hf_model_type)
+        model_type, values = config_of(source, options.hf_model_type)
     family = FAMILIES[model_type]
     special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS, model_type)
     values |= special
@@ -222,8 +234,9 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
     for name, weight in declared_weights(model, settings.moe).items():
         module, _, suffix = name.rpartition(".")
         layer, inner = None, module
-        if module.startswith("layers."):
-            _, layer, inner = module.split(".", 2)
+        if module.startswith(("layers.", "predictions.")):
+            start, index, inner = module.split(".", 2)
+            layer = int(index) + model.num_layers * (start == "predictions")
         path = "" if layer is None else f"{family.layer.format(layer)}."
         if (complete := family.inner.get(f"{inner}.{suffix}")) is not None:
             names = [f"{path}{complete}"]
@@ -307,6 +320,10 @@ def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
                 shape, ours[name].dtype, functools.partial(read_part, name, part)
             )
             tensors[f"{'' if name.startswith('head.') else family.prefix}{part.name}"] = lazy
+    head, table = _tables(family)
+    for copy, original in _copies(family, source.settings, [head, table]):
+        ours_name = "head.weight" if original == head else "embedding.word.weight"
+        tensors[f"{family.prefix}{copy}"] = ours.get(ours_name, ours["embedding.word.weight"])
     return tensors
 
 
@@ -339,13 +356,26 @@ def _open_pickled(path: Path) -> dict[str, TensorReader]:
     return {str(name): TensorReader.of(value) for name, value in values.items()}
 
 
-def _remove_copy(tensors: dict[str, TensorReader], family: Family, path: Path) -> None:
-    """Leaves a tied embedding under its own name, whichever of both names the files have.
+def _tables(family: Family) -> list[str]:
+    """Their output layer and embedding."""
+    return [f"{family.names[name]}.weight" for name in ("head", "embedding.word")]
+
+
+def _copies(
+    family: Family, settings: ModelSettings, tables: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Copies of output layer and embedding in layers of multi-token prediction, and the tables."""
+    for depth in range(settings.model.mtp_num_layers):
+        layer = family.layer.format(settings.model.num_layers + depth)
+        yield from zip((f"{layer}.{name}" for name in COPIES), tables, strict=True)
+
+
+def _remove_copy(tensors: dict[str, TensorReader], head: str, table: str, path: Path) -> None:
+    """Leaves a table under its own name, whichever of both names the files have.
 
     Raises:
         UserError: If both are there and differ: version 5 of transformers unties them, others not.
     """
-    head, table = (f"{family.names[name]}.weight" for name in ("head", "embedding.word"))
     if (copy := tensors.pop(head, None)) is None:
         return
     original = tensors.setdefault(table, copy)
@@ -376,9 +406,9 @@ def _differences(family: Family, values: Mapping[str, Any], settings: ModelSetti
         return str(error)
     if config.lacking:
         return "; ".join(config.lacking)
-    names = {*read.fixed, *settings.fixed}
-    different = sorted(name for name in names if read.fixed.get(name) != settings.fixed.get(name))
-    return ", ".join(f"{name} {settings.fixed.get(name)}" for name in different)
+    theirs, wanted = resolved(read), resolved(settings)
+    different = sorted(name for name in {*theirs, *wanted} if theirs.get(name) != wanted.get(name))
+    return ", ".join(f"{name} {wanted.get(name)}" for name in different)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

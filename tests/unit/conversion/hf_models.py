@@ -195,9 +195,11 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def random_model(name: str) -> Any:
+def random_model(name: str, **changes: Any) -> Any:
     """A model whose parameters are all random, biases and norms included."""
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), **EAGER).eval()
+    config = MODELS[name]()
+    config.update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, **EAGER).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for key, parameter in model.named_parameters():

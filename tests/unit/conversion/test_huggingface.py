@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -518,6 +519,96 @@ def test_a_given_family_must_have_the_parts(tmp_path: Path) -> None:
     alibi = random_source(ModelConfig(**SMALL, position_embedding_type="none"))
     with raises_problem("hf-no-family"):
         write_hf(alibi, tmp_path / "other")
+
+
+def with_predictions(folder: Path, name: str) -> Any:
+    """Saves a model whose last layer is of multi-token prediction, as such models are published.
+
+    Returns:
+        The model without that layer, which has it as `depth`.
+    """
+    model = random_model(name, num_hidden_layers=3)
+    model.save_pretrained(folder)
+    hidden, generator = model.config.hidden_size, torch.Generator().manual_seed(5)
+    shapes = {**dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))}
+    shapes["eh_proj"] = hidden, 2 * hidden
+    model.depth, model.extra = (
+        model.model.layers[2],
+        {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()},
+    )
+    model.model.layers = model.model.layers[:2]
+    tensors = tensors_in(folder)
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    extra = {key: tensors[f"{original}.weight"].clone() for key, original in copies.items()}
+    for key, value in (model.extra | extra).items():
+        tensors[f"model.layers.2.{key}.weight"] = value
+    save_file(tensors, folder / SINGLE)
+    values = {"num_nextn_predict_layers": 1, "num_mtp_layers": ..., "mlp_layer_types": ...}
+    change_config(folder, num_hidden_layers=2, **values)
+    return model
+
+
+def loss_of_predictions(model: Any) -> torch.Tensor:
+    """Mean loss of the tokens two places ahead, by the definition of DeepSeek-V3."""
+    base, weights, length = model.model, model.extra, TOKENS.shape[1] - 1
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        eps = model.config.rms_norm_eps
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weights[name], eps)
+
+    hidden = base(TOKENS).last_hidden_state[:, :-1]
+    parts = norm(base.embed_tokens(TOKENS[:, 1:]), "enorm"), norm(hidden, "hnorm")
+    x = torch.cat(parts, -1) @ weights["eh_proj"].t()
+    mask = torch.full((1, 1, length, length), float("-inf")).triu(1)
+    places = base.rotary_emb(x, torch.arange(1, length + 1)[None])
+    x = model.depth(x, attention_mask=mask, position_embeddings=places)
+    logits = model.lm_head(norm(x, "shared_head.norm"))[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 2:].flatten())
+
+
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+def test_predictions_are_read_and_written(tmp_path: Path, name: str) -> None:
+    """Claim (conversion): the layers of multi-token prediction of GLM-4.5 and DeepSeek-V3 have the
+    loss of their definition, and come back byte by byte
+    """
+    theirs = with_predictions(tmp_path / "theirs", name)
+    source = open_hf(tmp_path / "theirs")
+    assert source.settings.model.mtp_num_layers == 1
+    write_weights_folder(source, tmp_path / "ours")
+    write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
+    assert_same_files(tmp_path / "again", tmp_path / "theirs")
+    config = json.loads((tmp_path / "again" / HF_CONFIG).read_text())
+    assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (2, 1)
+
+    ours = load_model(source, Mesh.single(), torch.device("cpu")).train()
+    labels = torch.cat([TOKENS[:, 1:], torch.zeros_like(TOKENS[:, :1])], 1)
+    mask = torch.ones_like(TOKENS, dtype=torch.float32)
+    mask[:, -1] = 0.0
+    with torch.no_grad():
+        total, count = ours(TOKENS, labels, mask).extras["mtp_1_loss"]
+        expected = loss_of_predictions(theirs)
+    assert float(total / count) == pytest.approx(float(expected), rel=1e-5)
+
+    without = source.without_predictions()
+    write_hf(without, tmp_path / "without")
+    assert open_hf(tmp_path / "without").settings.model.mtp_num_layers == 0
+    tensors = tensors_in(tmp_path / "theirs")
+    tensors["model.layers.2.embed_tokens.weight"] *= 2
+    save_file(tensors, tmp_path / "theirs" / SINGLE)
+    with raises_problem("hf-tied-weights-differ", contains="layers.2.embed_tokens"):
+        open_hf(tmp_path / "theirs")
+    del tensors["model.layers.2.enorm.weight"], tensors["model.layers.2.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "theirs" / SINGLE)
+    with raises_problem("hf-tensors-missing", contains="layers.2.enorm"):
+        open_hf(tmp_path / "theirs")
+
+
+def test_layers_with_experts_may_be_listed_in_any_way(tmp_path: Path) -> None:
+    source = open_hf(saved(tmp_path / "theirs", "glm4-moe"))
+    fixed = {**source.settings.fixed, "moe_layer_freq": "[0, 1]"}
+    settings = dataclasses.replace(source.settings, fixed=fixed)
+    write_hf(dataclasses.replace(source, settings=settings), tmp_path / "again")
+    assert_same_files(tmp_path / "again", tmp_path / "theirs")
 
 
 def test_predictions_are_left_out_with_a_warning(tmp_path: Path) -> None:

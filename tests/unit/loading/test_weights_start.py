@@ -32,6 +32,7 @@ from tests.problems import codes, fields
 from tests.tables import tables
 from tests.unit.checkpoint.fakes import run_of
 from tests.unit.conversion.hf_models import VOCAB, random_model
+from tests.unit.conversion.models import model, random_source
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
 
 TABLES = tables(__file__)
@@ -140,6 +141,18 @@ def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
     assert start.state_names(name) == ()
     complete = InitialLoad.of(loaded.imported, config.with_vocab(VOCAB))
     assert complete.notes == ()
+
+
+def test_predictions_are_left_out_if_the_run_has_none(tmp_path: Path) -> None:
+    write_weights_folder(random_source(model(mtp_num_layers=1)), tmp_path / "weights")
+    for depths, noted in ((None, []), (0, ["foreign-predictions-left-out"])):
+        given = {} if depths is None else {"mtp_num_layers": depths}
+        config, loaded, problems = make_plan(run_of(tmp_path / "weights", **given))
+        assert problems == []
+        assert config.model.mtp_num_layers == (0 if noted else 1)
+        start = InitialLoad.of(loaded.imported, config.with_vocab(50))
+        assert codes(start.notes) == noted
+        assert any("predictions" in name for name in start.shapes) == (not noted)
 
 
 def test_damaged_folders_are_problems(folder: Path) -> None:
