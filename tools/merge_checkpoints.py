@@ -5,8 +5,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start_tool
 
-from pathlib import Path
-
 from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.launch.output import print_error
@@ -14,12 +12,9 @@ from megatron_ds.loading.merge import Options
 
 
 def work(options: Options) -> None:
-    from megatron_ds.conversion.registry import write  # torch takes seconds to import
-
     source = options.open(print_error)
     with tensor_progress("merging", source.nbytes) as tensors:
-        folder, target = Path(options.save), options.target_format
-        write(source, folder, target, on_tensor=lambda name, size: tensors.add(size))
+        options.write(source, print_error, lambda name, size: tensors.add(size))
     print(f"merged {tensors.count} tensors of {', '.join(map(str, source.paths))}")
     print(f"wrote {options.save}")
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
     from megatron_ds.engine.states.state_reader import Columns, TensorReader
 
+OnTensor = Callable[[str, int], None]
+"""Called with name and bytes of each tensor that has been written."""
 BLOCK = 2**20
 """Elements that are summed at once."""
 
@@ -57,19 +59,26 @@ class MergeOptions:
         only_with=when(merge_method="wsm"),
     )
 
-    def weights(self, count: int) -> list[float]:
+    def weights(self, iterations: Sequence[int]) -> list[float]:
         """The weight of each checkpoint, from the oldest to the newest; their sum may be any.
 
-        With "wsm", the steps from one checkpoint to the next count as they do in a decay that ends
-        as many steps after the last one: with the sum of the weights after them.
+        With "wsm", the steps from one checkpoint to the next count as they do in a decay that
+        begins at the first one and ends a mean distance after the last one: with the sum of the
+        weights after them.
+
+        Args:
+            iterations: Iteration of each checkpoint. If they are unknown, 0, 1, 2, ...
         """
+        count = len(iterations)
         if self.merge_method == "mean":
             return [1.0] * count
         if self.merge_method == "ema":
             kept = [self.merge_decay**later for later in reversed(range(count))]
             return [kept[0], *((1.0 - self.merge_decay) * power for power in kept[1:])]
         decay = DECAY_FACTORS[self.merge_decay_style]
-        factors = [1.0, *(decay(index / count) for index in range(1, count)), 0.0]
+        first, last = iterations[0], iterations[-1]
+        length = (last - first) * count / (count - 1)
+        factors = [*(decay((iteration - first) / length) for iteration in iterations), 0.0]
         return [before - after for before, after in itertools.pairwise(factors)]
 
 
@@ -124,6 +133,25 @@ class Options:
         if len(self.load) == 1:
             yield Problem("one-checkpoint-to-merge", "load")
 
+    def write(
+        self, source: SourceCheckpoint, warn: Callable[[str], None], on_tensor: OnTensor
+    ) -> None:
+        """Writes merged weights to the new folder.
+
+        Raises:
+            UserError: If the folder has files already, or the format lacks a part of the model.
+            OSError: If the disk fails.
+        """
+        from megatron_ds.conversion.huggingface import tokenizer
+        from megatron_ds.conversion.registry import write
+
+        folder = Path(self.save)
+        write(source, folder, self.target_format, on_tensor=on_tensor)
+        if self.target_format == "hf" and not tokenizer.can_be_exported(
+            source.settings.tokenizer_config
+        ):
+            warn(f"WARNING: {Problem('hf-tokenizer-not-exported', folder=folder).render()}")
+
     def open(self, warn: Callable[[str], None]) -> SourceCheckpoint:
         """The merged weights in the type of the output.
 
@@ -168,10 +196,13 @@ def merge_sources(sources: Sequence[SourceCheckpoint], options: MergeOptions) ->
     """
     import torch
 
-    iterations = [source.iteration for source in sources]
-    if None not in iterations:
-        order = sorted(range(len(sources)), key=lambda index: iterations[index] or 0)
+    known = [source.iteration for source in sources if source.iteration is not None]
+    iterations = sorted(known)
+    if len(known) == len(sources):
+        order = sorted(range(len(sources)), key=lambda index: known[index])
         sources = [sources[index] for index in order]
+    if len(known) < len(sources) or iterations[0] == iterations[-1]:
+        iterations = [*range(len(sources))]
     vocab_size = min(source.settings.model.vocab_size for source in sources)
     sources = [
         source.with_vocab(vocab_size)
@@ -182,7 +213,7 @@ def merge_sources(sources: Sequence[SourceCheckpoint], options: MergeOptions) ->
     raise_if_any([*_differences(sources)])
     if len(sources) == 1:
         return sources[0]
-    weights, first = options.weights(len(sources)), sources[0]
+    weights, first = options.weights(iterations), sources[0]
     tensors = {}
     for name in first.tensors:
         parts = [source.tensors[name] for source in sources]
