@@ -146,7 +146,8 @@ def _forked(before: Config, state: TrainState, changes: Mapping[str, Any], save:
         fields = [f"{stem}_{unit}" for unit in SCHEDULE_UNITS]
         if any(name in values for name in fields):  # in another unit than the run's
             taken |= {name: field_value(default, name) for name in fields}
-    config = before.with_values({**taken, **values, "load": save, "save": save})
+    folders = {"load": save, "save": save, "override_opt_param_scheduler": True}
+    config = before.with_values({**taken, **values, **folders})
     chosen = {
         name
         for name, group in GROUP_OF_FIELD.items()

@@ -266,7 +266,7 @@ def _weighted_sum(
 
     total = torch.empty(0)
     for part, weight in zip(parts, weights, strict=True):
-        values = part.load(rows, columns)
+        values = part.load(rows, columns).detach()  # files may have parameters
         if not total.numel():
             total = torch.zeros(values.shape, dtype=torch.float64)
         blocks = (tensor.reshape(-1).split(BLOCK) for tensor in (total, values))

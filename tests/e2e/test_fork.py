@@ -67,7 +67,8 @@ def test_a_fork_equals_the_run_with_its_schedule_from_the_start(
         if path.is_file():
             path.unlink()
 
-    launcher.start({"config": fork / "fork.yaml"}).succeed()
+    output = launcher.start({"config": fork / "fork.yaml"}).succeed()
+    assert "resume-setting-changed" not in output  # the fork was asked for
     uninterrupted.succeed()
     assert steps(fork) == steps(whole)[FORKED:]
     last = f"global_step{FORKED + DECAY}"

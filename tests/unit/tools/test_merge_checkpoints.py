@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ import torch
 
 from megatron_ds.conversion.registry import open_source, write
 from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
-from megatron_ds.loading.merge import MergeOptions
+from megatron_ds.engine.states.state_reader import TensorReader
+from megatron_ds.loading.merge import MergeOptions, merge_sources
 from megatron_ds.schedules import DECAY_FACTORS
 from tests.problems import printed_codes
 from tests.tables import tables
@@ -139,6 +141,18 @@ def test_weights_keep_their_type_and_are_rounded_once(
     for name, tensor in open_source(tmp_path / "new").tensors.items():
         mean = torch.stack([tensors[name].read().double() for tensors in opened]).mean(0)
         assert torch.equal(tensor.read(), mean.to(getattr(torch, expected))), name
+
+
+def test_parameters_with_gradients_are_merged() -> None:
+    """As the files of a training have them."""
+    source = random_source(model())
+    parameters = {
+        name: TensorReader.of(torch.nn.Parameter(tensor.read()))
+        for name, tensor in source.tensors.items()
+    }
+    training = dataclasses.replace(source, tensors=parameters)
+    merged = merge_sources([training, training], MergeOptions())
+    assert not any(tensor.read().requires_grad for tensor in merged.tensors.values())
 
 
 def test_what_cannot_be_merged_is_rejected(
