@@ -17,7 +17,13 @@ from typing import Any
 
 from megatron_ds.config import stages
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
-from megatron_ds.config.fields import field_problems, in_effect, ineffective, option_fields
+from megatron_ds.config.fields import (
+    exclusive_problem,
+    field_problems,
+    in_effect,
+    ineffective,
+    option_fields,
+)
 from megatron_ds.config.model.model import ModelConfig
 from megatron_ds.config.model.moe import MoEConfig
 from megatron_ds.config.monitoring.evaluation import EvaluationConfig
@@ -156,7 +162,7 @@ class Config:
             of_groups.append(Problem("compile-and-no-compile"))
         if self.moe.is_used and self.runtime.compile:
             of_groups.append(Problem("experts-with-compile"))
-        return [*of_groups, *_pipeline_problems(self), *_sequence_problems(self)]
+        return [*of_groups, *_combination_problems(self)]
 
     def warnings(self) -> Iterator[Problem]:
         """Warn of flags, and of values of the DeepSpeed file, that have no effect."""
@@ -237,6 +243,11 @@ class Config:
         return self.parallel.expert_model_parallel_size if self.moe.is_used else 1
 
     @property
+    def measures_logits(self) -> bool:
+        """Whether the attention logits are measured, for the log or for QK-clip."""
+        return self.optimizer.qk_clip or self.logging.log_max_attention_logit
+
+    @property
     def axis_sizes(self) -> dict[str, int]:
         """Sizes in effect of the parallel axes, as `Mesh.build` and `axis_groups` take them."""
         return {
@@ -301,6 +312,32 @@ def flag_of(name: str) -> str:
     """
     item, spec = _OPTIONS[name]
     return f"--{spec.flag_name(name, item.default)}"
+
+
+def _combination_problems(config: Config) -> Iterator[Problem]:
+    """Yields problems of options of several groups."""
+    yield from _logit_problems(config)
+    yield from _pipeline_problems(config)
+    yield from _sequence_problems(config)
+
+
+def _logit_problems(config: Config) -> Iterator[Problem]:
+    """Yields what prevents that attention logits are measured, or clipped by their weights."""
+    clips, model = config.optimizer.qk_clip, config.model
+    name = "qk_clip" if clips else "log_max_attention_logit"
+    if not config.measures_logits:
+        return
+    if "layer" in config.custom_parts:
+        yield Problem("logits-of-own-layers", name, option=option(name))
+    if config.runtime.compile:
+        yield exclusive_problem(name, "compile", reason="the logits would be in the graphs")
+    if config.data.reset_attention_mask:
+        reason = "the logits between documents would count"
+        yield exclusive_problem(name, "reset_attention_mask", reason=reason)
+    for norm in ("qk_layernorm", "qk_l2_norm"):
+        # That of latent attention is before the weights.
+        if clips and getattr(model, norm) and not model.multi_latent_attention:
+            yield exclusive_problem(norm, name, reason="the norm undoes the scaling of the weights")
 
 
 def _pipeline_problems(config: Config) -> Iterator[Problem]:

@@ -280,6 +280,7 @@ def _reason_for_eager_layers(config: Config, mesh: Mesh) -> str:
     """Returns the reason that layers are not compiled by default; empty if they are."""
     reasons = {
         "experts": config.moe.is_used,
+        "measured attention logits": config.measures_logits,
         "ZeRO stage 3": config.zero_stage == 3,
         "tensor parallelism": mesh.tp.size > 1,
         "DeepSpeed-Ulysses": mesh.sp.size > 1,

@@ -19,6 +19,7 @@ from megatron_ds.engine.deepspeed.patches import reset_cpu_adam_beta_powers, spa
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.norms import ModelNorms, clip
 from megatron_ds.engine.optimizers.param_groups import set_lr_and_weight_decay
+from megatron_ds.engine.optimizers.qk_clip import QKClip
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.model.output_layer import TokenLoss
@@ -44,6 +45,7 @@ class StepControl:
         self.guard = SpikeGuard(None, parts.device)
         """Compares the step with its limits."""
         self._norm: Tensor | None = None
+        self._qk_clip, self._logits = QKClip(parts), dict[str, Tensor]()
         self._skipped, self._was_exhausted = 0, False
         if parts.stage == 0:
             parameters = [parameter for _, parameter in self.norms.parameters]
@@ -101,6 +103,7 @@ class StepControl:
 
     def apply(self, step: Callable[[], None]) -> None:
         """Step the optimizer, unless the gradient is not finite or the step exceeds its limits."""
+        self._logits = self._qk_clip.begin_step()
         if self.parts.stage == 0 and self._is_dropped():
             return
         reset_cpu_adam_beta_powers(self._engine.basic_optimizer)
@@ -126,7 +129,7 @@ class StepControl:
             loss_scale_exhausted=skipped and self._was_exhausted and not guard.is_spike,
             is_spike=guard.is_spike,
             compared=guard.compared,
-            extras={} if rate is None else {"decoupled_learning_rate": rate},
+            extras=self._logits | ({} if rate is None else {"decoupled_learning_rate": rate}),
         )
 
     def sum(self, losses: Iterable[TokenLoss]) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention.latent import LatentAttention
+from megatron_ds.model.attention.logits import LargestLogits
 from megatron_ds.model.attention.self_attention import Attention, KeyValueCache
 from megatron_ds.model.kernels.elementwise import EAGER, Elementwise
 from megatron_ds.model.mlp import MLP
@@ -66,6 +67,8 @@ class Block(nn.Module):
             config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
         self.rule = self.attention.rule
+        self.largest: LargestLogits | None = None
+        """Records the attention logits in training. None: they are not measured."""
         self.attention_post_norm = norm("attention_post_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = mlp
@@ -79,7 +82,10 @@ class Block(nn.Module):
         q, k, v, gate, normed_SBH = self._before_core(x_SBH, context.rotation)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        attended_BnSD = self.attention.attend(q, k, v, context.core)
+        core = context.core
+        if self.largest is not None and self.training:
+            core = self.largest.measuring(core, self.rule)
+        attended_BnSD = self.attention.attend(q, k, v, core)
         return self._after_core(x_SBH, attended_BnSD, gate, normed_SBH)
 
     def use_elementwise(self, functions: Elementwise) -> None:

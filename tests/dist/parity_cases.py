@@ -210,6 +210,9 @@ OPTIMIZERS["normuon"] = dataclasses.replace(
     cautious_weight_decay=True,
     param_group=("pattern=layers.1.*,lr=1.25x,wd=0.2",),
 )
+OPTIMIZERS["clipped"] = dataclasses.replace(
+    OPTIMIZERS["normuon"], qk_clip=True, qk_clip_threshold=0.25, qk_clip_alpha=0.25
+)
 OPTIMIZERS["8-bit"] = dataclasses.replace(OPTIMIZERS["adamw"], use_bnb_optimizer=True)
 RATES = dict.fromkeys(OPTIMIZERS, (0.01, 0.02, 0.005)) | {
     "sgd": (1.0, 0.5, 0.25),

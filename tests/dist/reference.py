@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import fnmatch
+import functools
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -58,6 +59,8 @@ class Run:
     """Elements of weights whose steps rounding decides, as booleans."""
     recorded: Recorded | None = None
     """What this rank decided."""
+    largest_logits: list[float] = field(default_factory=list)
+    """Of each step with QK-clip."""
     routing: list[dict[str, float]] = field(default_factory=list)
     """What the routers of a mixture of experts report of each step."""
     statistics: list[dict[str, float]] = field(default_factory=list)
@@ -155,6 +158,7 @@ def train_reference(
     )
     named = dict(model.named_parameters())
     optimizer = _optimizer(config.optimizer, config.model, named)
+    logits = _LogitsOf(model) if config.optimizer.qk_clip else None
     run = Run(weights=[_copy(named)])
     consumed = 0
     with nullcontext() if replay is None else replay.deciding(model):
@@ -183,6 +187,13 @@ def train_reference(
             if isinstance(optimizer, Lion):
                 run.undecided = optimizer.undecided(named, run.undecided)
             optimizer.step()
+            if isinstance(optimizer, CautiousAdamW):
+                run.undecided = {
+                    name: optimizer.undecided.get(p, torch.zeros_like(p, dtype=torch.bool))
+                    for name, p in named.items()
+                }
+            if logits is not None:
+                run.largest_logits.append(logits.clip(config.optimizer, named))
             update_biases(routers_with_bias(model), Mesh.single().dp, is_applied=True)
             run.weights.append(_copy(named))
     return run
@@ -259,6 +270,17 @@ class Lion(torch.optim.Optimizer):
 class CautiousAdamW(torch.optim.AdamW):
     """AdamW, then the decay of Chen et al. 2025 where update and weight have the same sign."""
 
+    def __init__(self, groups: Any, **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self.undecided: dict[torch.Tensor, torch.Tensor] = {}
+
+    def is_shrunk(self, p: torch.Tensor, before: torch.Tensor, update: torch.Tensor) -> Any:
+        """Where the update moves a weight towards zero; where rounding decides it is noted."""
+        assert p.grad is not None
+        is_noise = (update.abs() < 1e-4 * update.abs().max()) & (p.grad != 0)
+        self.undecided[p] = is_noise | self.undecided.get(p, is_noise)
+        return update * before >= 0
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         before = {p: p.clone() for group in self.param_groups for p in group["params"]}
@@ -269,8 +291,8 @@ class CautiousAdamW(torch.optim.AdamW):
         for group, decay in zip(self.param_groups, decays, strict=True):
             group["weight_decay"] = decay
             for p in group["params"]:
-                update = before[p] - p
-                p -= group["lr"] * decay * before[p] * (update * before[p] >= 0)
+                is_shrunk = self.is_shrunk(p, before[p], before[p] - p)
+                p -= group["lr"] * decay * before[p] * is_shrunk
 
 
 class Muon(CautiousAdamW):
@@ -311,7 +333,8 @@ class Muon(CautiousAdamW):
             parts = [part for expert in experts for part in expert.split(sizes)]
             steps = [self._orthogonalized(part, (index, n)) for n, part in enumerate(parts)]
             step = torch.cat(steps).view_as(p)
-            decayed = p * (p * step >= 0) if self.options.cautious_weight_decay else p
+            is_cautious = self.options.cautious_weight_decay
+            decayed = p * self.is_shrunk(p, p, step) if is_cautious else p
             p -= rate * factor * (step + decay * decayed)
 
     def _orthogonalized(self, matrix: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
@@ -411,6 +434,73 @@ def _named_rates(options: OptimizerConfig) -> list[tuple[str, float, float]]:
     form = re.compile("pattern=(.*),lr=(.*)x,wd=(.*)")
     values = [form.fullmatch(text).groups() for text in options.param_group or ()]  # type: ignore[union-attr]
     return [(fnmatch.translate(name), float(lr), float(decay)) for name, lr, decay in values]
+
+
+class _LogitsOf:
+    """Kimi K2 (2025), algorithm 1: all logits of a layer, and what follows for its weights.
+
+    Args:
+        model: The model, whose cores are called through this.
+    """
+
+    def __init__(self, model: GPTModel) -> None:
+        self.largest: dict[int, torch.Tensor] = {}
+        self.model = model
+        for block in model.blocks():
+            attend = block.attention.attend
+            block.attention.attend = functools.partial(self._attend, block, attend)
+
+    def _attend(self, block: Any, attend: Any, *arguments: Any) -> Any:
+        *inputs, core = arguments
+        return attend(*inputs, _Observed(core, functools.partial(self._record, block)))
+
+    @torch.no_grad()
+    def _record(self, block: Any, q: torch.Tensor, k: torch.Tensor) -> None:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        logits = torch.einsum("bnsd,bntd->nbst", q, k) * (block.rule.scale or q.shape[-1] ** -0.5)
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        if block.rule.window is not None:
+            seen = seen.triu(1 - block.rule.window)
+        largest = logits[:, :, seen].flatten(1).amax(1)
+        self.largest[block.layer] = largest.maximum(self.largest.get(block.layer, largest))
+
+    @torch.no_grad()
+    def clip(self, options: OptimizerConfig, named: dict[str, torch.nn.Parameter]) -> float:
+        overall = max(float(value.max()) for value in self.largest.values())
+        for layer, largest in self.largest.items():
+            prefix = f"layers.{layer}.attention"
+            config, heads = self.model.config, len(largest)
+            groups = heads if config.multi_latent_attention else config.kv_heads
+            for group, values in enumerate(largest.view(groups, -1)):
+                factor = min(1.0, options.qk_clip_threshold / float(values.max()))
+                of_q, of_k = factor**options.qk_clip_alpha, factor ** (1 - options.qk_clip_alpha)
+                if config.multi_latent_attention:
+                    plain, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
+                    q = named[f"{prefix}.q_up.weight"].unflatten(0, (heads, plain + rotated))
+                    q[group, :plain] *= of_q
+                    q[group, plain:] *= factor
+                    kv = named[f"{prefix}.kv_up.weight"].unflatten(0, (heads, -1))
+                    kv[group, :plain] *= of_k
+                    continue
+                size, shared = config.head_dim, heads // groups
+                for name in (f"{prefix}.qkv.weight", f"{prefix}.qkv.bias"):
+                    if name in named:
+                        start = group * shared * size
+                        named[name][start : start + shared * size] *= of_q
+                        start = (heads + group) * size
+                        named[name][start : start + size] *= of_k
+        self.largest.clear()
+        return overall
+
+
+@dataclass
+class _Observed:
+    core: Any
+    record: Any
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, *arguments: Any) -> Any:
+        self.record(q, k)
+        return self.core.attend(q, k, *arguments)
 
 
 def _copy(tensors: dict[str, Any]) -> Tensors:

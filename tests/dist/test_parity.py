@@ -27,17 +27,17 @@ REPEATED = "repeated"
 """The second run of the first case, after all others."""
 
 CASES = (
-    Case(2, 0, 2, 4, "sinks", "adamw"),
-    Case(2, 1, 1, 4, "window", "adamw"),
+    Case(2, 0, 2, 4, "sinks", "clipped"),
+    Case(2, 1, 1, 4, "window", "adamw", {"logging": {"log_max_attention_logit": True}}),
     Case(2, 2, 2, 1, "after", "sgd"),
     Case(2, 3, 1, 1, "gqa", "adamw"),
     Case(2, 3, 2, 4, "untied", "sgd"),
-    Case(2, 1, 1, 4, "sinks", "sgd", sp=2),
-    Case(2, 1, 1, 4, "sinks", "sgd", pp=2),
+    Case(2, 1, 1, 4, "sinks", "clipped", sp=2),
+    Case(2, 1, 1, 4, "sinks", "clipped", pp=2),
     # Fused queries, keys and values of different sizes, and a fused gate.
     Case(2, 1, 1, 4, "swiglu", "muon"),
     Case(2, 2, 1, 4, "gqa", "normuon"),
-    Case(2, 3, 2, 4, "latent", "normuon"),
+    Case(2, 3, 2, 4, "latent", "clipped"),
     Case(4, 1, 2, 1, "gqa", "normuon"),
     # Embeddings and output layer in groups of their own.
     Case(2, 0, 2, 4, "reordered", "grouped"),
@@ -62,6 +62,11 @@ def assert_second_copies(engine: Any) -> None:
     for parameter in engine.module.parameters():
         group = parameter.ds_zero_param_process_group
         assert dist.get_process_group_ranks(group) == [start, start + HPZ.tp]
+
+
+def run_measures(case: Case) -> bool:
+    """Whether the run reports its largest attention logits."""
+    return config_of(case).measures_logits
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +104,9 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     Claim (precision): NorMuon with the coefficients of Polar Express, cautious weight decay, and
     rates by patterns of names equal plain torch on full matrices in one process
 
+    Claim (precision): QK-clip, with its largest logits, equals one process that stores all scores,
+    also with grouped queries, windows and latent attention
+
     Claim (parallel): ZeRO 0 to 3 x tensor parallelism x accumulation x model variants equal one
     process
     """
@@ -111,6 +119,10 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     assert outcomes.differences(case.name, reference) == []
     for rank, run in enumerate(outcomes.of(case.name)):
         assert run.rates == reference.rates
+        logits = [step.get("max_attention_logit") for step in run.routing]
+        if reference.largest_logits:
+            assert logits == pytest.approx(reference.largest_logits, rel=1e-5)
+        assert (None in logits) == (not run_measures(case))
         assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
         if case.optimizer == "sgd":
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"

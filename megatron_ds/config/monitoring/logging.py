@@ -66,6 +66,9 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = option_field(
         False, "log the number of zeros in the gradient of all parameters"
     )
+    log_max_attention_logit: bool = option_field(
+        False, "log the largest attention logit, which needs a further product in every layer"
+    )
     log_layer_norms_interval: int | None = option_field(
         None,
         "number of iterations between norms of each layer: of its gradient, of its parameters, and "

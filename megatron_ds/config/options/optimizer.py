@@ -84,6 +84,21 @@ class OptimizerConfig:
         only_with=(MUON, when(normuon=True)),
     )
     sgd_momentum: float = _fraction(0.9, "momentum of SGD", only_with=when(optimizer="sgd"))
+    qk_clip: bool = option_field(
+        False,
+        "after a step, scale the weights of queries and keys of heads whose largest attention "
+        "logit exceeds a threshold (MuonClip)",
+    )
+    qk_clip_threshold: float = option_field(
+        100.0, "largest attention logit", above=0, only_with=when(qk_clip=True)
+    )
+    qk_clip_alpha: float = option_field(
+        0.5,
+        "part of the scaling that queries have, as an exponent; keys have the rest",
+        minimum=0,
+        maximum=1,
+        only_with=when(qk_clip=True),
+    )
     decoupled_lr: float | None = option_field(
         None,
         "maximum learning rate of the word embedding and the output layer, with the schedule of "

@@ -357,8 +357,9 @@ def _step_problems(config: Config) -> Iterator[Problem]:
         "bf16_master_weights": in_effect(config.precision).bf16_master_weights,
         "optimizer_offload_fraction": in_effect(config.deepspeed).optimizer_offload_fraction < 1,
     }
-    for name in [*chosen, *["cautious_weight_decay"] * options.cautious_weight_decay]:
-        excluded = reasons | (only_moments if name in chosen else {})
+    others = [name for name in ("cautious_weight_decay", "qk_clip") if getattr(options, name)]
+    for name in (*chosen, *others):
+        excluded = reasons | (only_moments if name in (*chosen, "qk_clip") else {})
         yield from (exclusive_problem(other, name) for other, holds in excluded.items() if holds)
         if file is not None and file.get(key):
             yield file.invalid(key, f"excludes {option(name)}", name)
