@@ -222,13 +222,17 @@ def test_their_optimizer_loads_the_states(
 def test_parts_of_their_models_are_read(core: SimpleNamespace, name: str, tmp_path: Path) -> None:
     """Experts, multi-latent attention, sinks, gates and predictions, in files of both formats."""
     theirs = write(PARTS[name], tmp_path / "torch")
-    folder = tmp_path / "torch_dist" / "iter_0000001"
-    folder.mkdir(parents=True)
-    state = state_of(PARTS[name])
-    with OnCpu():
-        core.checkpointing.save({**state, "model": theirs.sharded_state_dict()}, str(folder))
+    folders = [tmp_path / "torch"]
+    for is_single in (False, True):  # keys of each layer and expert
+        folders.append(tmp_path / str(is_single) / "iter_0000001")
+        folders[-1].mkdir(parents=True)
+        weights = theirs.sharded_state_dict(
+            metadata={"singleton_local_shards": is_single, "dp_cp_group": dist.group.WORLD}
+        )
+        with OnCpu():
+            core.checkpointing.save({**state_of(PARTS[name]), "model": weights}, str(folders[-1]))
     torch.serialization.clear_safe_globals()  # as in a process without megatron-core
-    reference = np.load(tmp_path / "torch" / "reference.npz")
-    for path in (tmp_path / "torch", folder):
-        found = logits(open_megatron(path).weights(), torch.from_numpy(reference["tokens"]))
-        assert np.abs(found.numpy() - reference["logits"]).max() < 1e-5, path
+    reference = np.load(folders[0] / "reference.npz")
+    for folder in folders:
+        found = logits(open_megatron(folder).weights(), torch.from_numpy(reference["tokens"]))
+        assert np.abs(found.numpy() - reference["logits"]).max() < 1e-5, folder

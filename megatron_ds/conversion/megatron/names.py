@@ -6,6 +6,7 @@ names of Transformer Engine. Knows no files.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -117,20 +118,20 @@ def core_names(names: Collection[str], num_layers: int) -> dict[str, str]:
     """
     layers = {name.rpartition(".")[0] for name in names}
 
-    def is_there(prefix: str, choice: str) -> bool:
-        linear = choice.partition(".layer_norm_")[0]
-        return linear == choice or f"{prefix}{MODULES[f'{linear}.']}" in layers
-
     def core_name(name: str) -> str:
         module, suffix = _module(name)
         match = LAYER.match(name)
         prefix = match[0] if match else ""
-        inner = next(choice for choice in NAMES[module][1:] if is_there(prefix, choice)) + suffix
-        if match is None or int(match[1]) < num_layers:
-            depth = name.split(".")[1] if name.startswith("predictions.") else ""
-            inner = inner.replace("mtp.", f"mtp.layers.{depth}.")
-            return f"{START.get(name.split('.')[0], '')}{prefix}{inner}"
-        return f"mtp.layers.{int(match[1]) - num_layers}.mtp_model_layer.{inner}"
+        linear = ((choice, *choice.partition("layer_norm_")[:2]) for choice in NAMES[module][1:])
+        inner = next(
+            f"{choice}{suffix}"
+            for choice, before, norm in linear
+            if not norm or f"{prefix}{MODULES[before]}" in layers
+        )
+        start, index = name.split(".")[:2]
+        if match and int(index) >= num_layers:
+            return f"mtp.layers.{int(index) - num_layers}.mtp_model_layer.{inner}"
+        return f"{START.get(start, '')}{prefix}{inner.replace('mtp.', f'mtp.layers.{index}.')}"
 
     return {name: core_name(name) for name in names}
 
@@ -149,28 +150,24 @@ def stack_experts(ranks: Sequence[Mapping[str, TensorReader]]) -> dict[str, Tens
     """
     tensors: dict[str, TensorReader] = {}
     stacks: dict[str, dict[tuple[int, int], TensorReader]] = defaultdict(dict)
+    shapes: dict[str, tuple[int, ...]] = {}
     for rank, weights in enumerate(ranks):
         for name, tensor in weights.items():
-            if match := EXPERT.fullmatch(name):
-                index = match[2] or match[4]
-                stacks[f"{match[1]}{match[3]}"][rank, int(index or 0)] = (
-                    tensor if index is None else _stacked(tensor)
-                )
-            else:
+            if (match := EXPERT.fullmatch(name)) is None:
                 tensors.setdefault(name, tensor)
-    for name, stack in stacks.items():
-        parts = [part for _, part in sorted(stack.items())]
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        tensors[name] = TensorReader.full(shape, parts[0].dtype, partial(_concatenated, parts))
+                continue
+            index, stack = match[2] or match[4], f"{match[1]}{match[3]}"
+            stacks[stack][rank, int(index or 0)] = tensor
+            shapes[stack] = tensor.shape if index else tensor.shape[1:]
+    for name, shape in shapes.items():
+        parts = [part for _, part in sorted(stacks[name].items())]
+        full = (sum(part.numel for part in parts) // math.prod(shape), *shape)
+        tensors[name] = TensorReader.full(full, parts[0].dtype, partial(_stacked, parts, shape))
     return tensors
 
 
-def _stacked(tensor: TensorReader) -> TensorReader:
-    return TensorReader.full((1, *tensor.shape), tensor.dtype, lambda: tensor.read()[None])
-
-
-def _concatenated(parts: Sequence[TensorReader]) -> Tensor:
-    return torch.cat([part.read() for part in parts])
+def _stacked(parts: Sequence[TensorReader], shape: tuple[int, ...]) -> Tensor:
+    return torch.cat([part.read().view(-1, *shape) for part in parts])
 
 
 def join(name: str, shards: Sequence[Tensor], orders: RowOrders) -> Tensor:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron.arguments import arguments_of
-from megatron_ds.conversion.megatron.names import PREFIX, is_ignored
+from megatron_ds.conversion.megatron.names import PREFIX, is_ignored, stack_experts
 from megatron_ds.conversion.megatron.optimizer import PARTITIONED, steps_of
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS, MegatronContents, Shards
 from megatron_ds.conversion.megatron.torch_dist_optimizer import (
@@ -49,7 +49,7 @@ from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 ALL_LAYERS = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
 """A name without the number of a layer: the first axis counts layers."""
 NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state", "common_state")
-HALVES = re.compile(r"(.*\.linear_fc1\.weight)_([wv])")
+HALVES = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 """Gate (w) and up (v) of a gated MLP that were stored separately."""
 STATE_PREFIXES = {
     WEIGHTS: "",
@@ -132,7 +132,8 @@ def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
                 TensorReader.full(weight.shape, entry.properties.dtype, read)
             )
     # w, the gate, comes before v in this order
-    return {name: [_stacked(parts)] for name, parts in readers.items()}
+    whole = {name: _stacked(parts) for name, parts in readers.items()}
+    return {name: [tensor] for name, tensor in stack_experts([whole]).items()}
 
 
 def _layer_names(name: str, entry: TensorStorageMetadata) -> list[tuple[str, int | None]]:

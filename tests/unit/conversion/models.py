@@ -16,6 +16,7 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.spec.architecture import DENSE
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from tests.tables import tables
 
 SMALL: dict[str, Any] = {
     "num_layers": 2,
@@ -40,61 +41,9 @@ LLAMA: dict[str, Any] = {
 OTHER_LLAMA = {**LLAMA, "kv_channels": 6, "rotary_base": 5000.0}
 
 
-LATENT: dict[str, Any] = {
-    **LLAMA,
-    "num_query_groups": None,
-    "multi_latent_attention": True,
-    "qk_layernorm": True,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-}
-SIGMOID = MoEConfig(
-    (4,),
-    moe_layer_freq="[0]+[1]*3",
-    moe_ffn_hidden_size=12,
-    moe_router_topk=2,
-    moe_shared_expert_intermediate_size=16,
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    moe_router_topk_scaling_factor=2.5,
-    moe_router_num_groups=2,
-    moe_router_group_topk=1,
-)
-GPT_OSS: dict[str, Any] = {
-    **LLAMA,
-    "activation": "quick-geglu",
-    "add_bias_linear": True,
-    "softmax_type": "learnable",
-    "activation_func_clamp_value": 0.5,
-    "glu_linear_offset": 1.0,
-}
 OF_CORE: dict[str, tuple[dict[str, Any], MoEConfig]] = {
-    "latent attention, sigmoid experts, predictions": ({**LATENT, "mtp_num_layers": 1}, SIGMOID),
-    "latent attention alone": (
-        {
-            **LATENT,
-            "q_lora_rank": None,
-            "qk_layernorm": False,
-            "position_embedding_type": "yarn",
-            "rotary_scaling_factor": 4.0,
-            "yarn_original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.5,
-        },
-        DENSE,
-    ),
-    "sinks, experts with biases": (
-        GPT_OSS,
-        MoEConfig((4,), moe_router_topk=3, moe_router_bias=True),
-    ),
-    "gated attention, shared experts with a gate": (
-        {**LLAMA, "attention_output_gate": True, "qk_layernorm": True},
-        MoEConfig((4,), moe_shared_expert_intermediate_size=16, moe_shared_expert_gate=True),
-    ),
-    "latent experts": (LLAMA, MoEConfig((4,), moe_latent_size=8, moe_router_pre_softmax=True)),
+    name: (LLAMA | options["model"], MoEConfig(**options["experts"]))
+    for name, options in tables(__file__, tuple)["of_core"].items()
 }
 """Models that Megatron Core alone has, with their experts."""
 
