@@ -191,3 +191,18 @@ def test_bf16_is_close_to_fp32(position: str) -> None:
     torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0)
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_model_continues_with_the_positions_of_another_stage() -> None:
+    """Also where an earlier, shorter table of the same rotation is known."""
+    short = dataclasses.replace(CONFIG, seq_length=4, position_embedding_type="rope")
+    bases = dataclasses.replace(short, seq_length=12, rotary_base_per_layer=(50.0, 5e5))
+    yarn = {"rotary_scaling_factor": 3.0, "yarn_original_max_position_embeddings": 4}
+    scaled = dataclasses.replace(short, seq_length=8, position_embedding_type="yarn", **yarn)
+    model = build_model(short)
+    for config in (short, bases, scaled, dataclasses.replace(short, seq_length=9)):
+        tokens_BS = torch.arange(config.seq_length)[None]
+        model.enter_stage(config)
+        assert torch.equal(model(tokens_BS), build_model(config)(tokens_BS))
+        changed = config.rotary_bases != short.rotary_bases or config is scaled
+        assert torch.equal(model(tokens_BS), build_model(short)(tokens_BS)) is not changed
