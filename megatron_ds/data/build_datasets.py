@@ -388,7 +388,7 @@ class _DatasetBuilder:
         built when its first sample is read.
         """
         size = sum(len(indexes) for _, indexes in self.pending)
-        if size <= OPENED_AT_START or len(self.pending) == 1:
+        if self.files.opens_all or size <= OPENED_AT_START or len(self.pending) == 1:
             for dataset, _ in self.pending:
                 dataset.open()
         else:

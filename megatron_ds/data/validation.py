@@ -47,6 +47,7 @@ class DataFiles:
         prefixes: Prefixes of all token files, without duplicates.
         probed_blocks: Blocks of each file whose token ids are checked: fewer if there are many.
         cache: The cache.
+        opens_all: Whether all indexes are built at the start, also of very large blends.
         checked_vocab_size: Vocabulary size against which the token ids of all files were checked.
     """
 
@@ -60,6 +61,7 @@ class DataFiles:
         self.prefixes = list(dict.fromkeys(source.prefix for source in sources))
         blocks = MAX_BLOCKS // max(1, len(self.prefixes))
         self.probed_blocks = max(1, min(MAX_BLOCKS_PER_FILE, blocks))
+        self.opens_all = False
         self.checked_vocab_size: int | None = None
         self._opened: dict[str, IndexedDataset] = {}
 

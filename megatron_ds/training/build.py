@@ -5,7 +5,6 @@ Owns the order of construction. Collective: every rank calls the same functions.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,10 +20,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.config.stages import stage_names
 from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.blend.usage_report import USAGE_FILE, describe_blend, summary
-from megatron_ds.data.build_datasets import Datasets, build_datasets
-from megatron_ds.data.fill_in_middle import FillInMiddle
-from megatron_ds.data.gpt_dataset import TokenDataset, TransformedDataset
-from megatron_ds.data.map_dataset import MockDataset, build_own_datasets
+from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.evaluation.in_training import TaskEvaluation
@@ -38,7 +34,6 @@ from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.run_stages import RunStages
-from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.extensions import Extensions
@@ -54,6 +49,7 @@ from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.profile.profiling import open_profiling
 from megatron_ds.training.records import Logger
 from megatron_ds.training.start.preflight import RunInputs
+from megatron_ds.training.start.run_data import build_stage_data
 from megatron_ds.training.start.startup_report import (
     FirstStepsReport,
     StartReport,
@@ -279,28 +275,8 @@ def _build_datasets(parts: RunParts, state: TrainState, history: BlendHistory | 
     print_detail(config, f" > building train, validation, and test datasets{of_stage} ...")
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         print_detail(config, f"    {name + ':':<12}{samples}")
-    own_data = parts.extensions.dataset or (MockDataset if config.data.mock_data else None)
-    if own_data is not None:
-        return build_own_datasets(
-            own_data,
-            seq_length=config.model.seq_length,
-            seed=config.runtime.seed,
-            num_samples=num_samples,
-            tokenizer=inputs.tokenizer,
-            history=history,
-            consumed=state.consumed_samples,
-        )
-    data = build_datasets(
-        inputs.data[state.stage if names else 0],
-        seq_length=config.model.seq_length,
-        seed=config.runtime.seed,
-        num_samples=num_samples,
-        tokenizer_fingerprint=inputs.tokenizer.fingerprint.digest,
-        vocab_size=inputs.tokenizer.vocab_size,
-        fallback_cache=None if save is None else str(save / "index-cache"),
-        history=history,
-        consumed=state.consumed_samples,
-        stage=names[state.stage] if names else "",
+    data = build_stage_data(
+        parts.config, inputs, parts.mesh.dp.size, state, history, parts.extensions.dataset
     )
     lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]
     if data.progress is not None and len(data.progress.history.phases) > 1:
@@ -309,22 +285,7 @@ def _build_datasets(parts: RunParts, state: TrainState, history: BlendHistory | 
         output.print_on_rank(f"    {line}")
     for line in () if state.stage_start[0] == state.iteration > 0 else data.changes:
         output.print_on_rank(line)
-    return _with_fim(config, inputs.tokenizer, data) if config.data.fim_data else data
-
-
-def _with_fim(config: Config, tokenizer: Tokenizer, data: Datasets) -> Datasets:
-    """The datasets, transformed by --fim-data."""
-
-    def transformed(dataset: TokenDataset, split: int) -> TokenDataset:
-        seed = config.runtime.seed, split
-        return TransformedDataset(dataset, FillInMiddle(config.data, tokenizer, seed))
-
-    valid, test = (
-        {name: transformed(dataset, split) for name, dataset in datasets.items()}
-        for split, datasets in enumerate((data.valid, data.test), 1)
-    )
-    train = None if data.train is None else transformed(data.train, 0)
-    return dataclasses.replace(data, train=train, valid=valid, test=test, has_masks=True)
+    return data
 
 
 def _build_metrics(

@@ -66,14 +66,14 @@ def check(
     problems, precision = [], config.precision
     if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
         problems.append(Problem("fp16-not-supported", device="this CPU"))
-    tokenizer, tokenizer_problems = _check_tokenizer(config, is_sound)
+    tokenizer, tokenizer_problems = check_tokenizer(config, is_sound)
     problems += tokenizer_problems
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     size = config.model.vocab_size or vocab_size
     if is_sound and size and dp_size > 1:
         for warning in bucket_warnings(config.with_vocab(size)):
             warn(warning)
-    data, of_data = _check_data(config, plan, dp_size if is_sound else None, tokenizer, warn)
+    data, of_data = check_data(config, plan, dp_size if is_sound else None, tokenizer, warn)
     problems += of_data
     if is_sound:
         problems += _checkpoint_problems(config, plan, dp_size, tokenizer)
@@ -95,7 +95,7 @@ def check(
     return problems, None if tokenizer is None else RunInputs(plan, tokenizer, data)
 
 
-def _check_data(
+def check_data(
     config: Config,
     plan: LoadPlan,
     dp_size: int | None,
@@ -153,7 +153,7 @@ def _check_disk(config: Config) -> tuple[Disk | None, list[Problem]]:
     return swap_disk.check(Path(path))
 
 
-def _check_tokenizer(config: Config, is_sound: bool) -> tuple[Tokenizer | None, list[Problem]]:
+def check_tokenizer(config: Config, is_sound: bool) -> tuple[Tokenizer | None, list[Problem]]:
     """The tokenizer, if it can be built, and its problems."""
     try:
         tokenizer = _build_tokenizer(config, is_sound)
