@@ -30,146 +30,18 @@ from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Samples, train_reference
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 STEPS = 3
 SAMPLES_PER_STEP = 16
 """Global batch of every case."""
 SEED = 5
 
-SHAPE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 48,
-    "seq_length": 16,
-    "vocab_size": 90,  # of 96 padded rows: the last rank's shard has padding
-    "make_vocab_size_divisible_by": 32,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "init_method_std": 0.1,
-}
+SHAPE: dict[str, Any] = TABLES["shape"]
 SAMPLES = Samples(STEPS * SAMPLES_PER_STEP, SHAPE)
-MODELS: dict[str, dict[str, Any]] = {
-    "learned": {"position_embedding_type": "learned_absolute"},
-    "rope": {
-        "position_embedding_type": "yarn",
-        "rotary_percent": 0.5,
-        "rotary_interleaved": True,
-        "rotary_scaling_factor": 4.0,
-        "yarn_original_max_position_embeddings": 8,
-        "no_rope_freq": "2",
-    },
-    "alibi": {"position_embedding_type": "alibi", "embed_layernorm": True},
-    "window": {
-        "position_embedding_type": "rope",
-        "window_size": "3,0",
-        "window_attn_skip_freq": "2",
-        "rotary_seq_len_interpolation_factor": 2.0,
-        "rope_scaling_layers": "2",
-    },
-    "gqa": {
-        "position_embedding_type": "rope",
-        "num_query_groups": 2,
-        # Without biases: that of keys hardly changes a softmax; its gradient is rounding noise.
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-    },
-    "swiglu": {
-        "position_embedding_type": "rope",
-        "activation": "swiglu",
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "attention_output_gate": True,
-    },
-    "sinks": {
-        "position_embedding_type": "rope",
-        "num_query_groups": 2,
-        "window_size": "5,0",
-        "window_attn_skip_freq": "2",
-        "softmax_type": "learnable",
-        "softmax_scale": 0.5,
-        "attn_logit_softcapping": 2.0,
-        "head_wise_attn_gate": True,
-        "normalization": "RMSNorm",
-        "z_loss_coeff": 0.05,
-        "final_logit_softcapping": 2.0,
-        "mtp_num_layers": 1,
-    },
-    "tied": {"position_embedding_type": "none", "untie_embeddings_and_output_weights": False},
-    "latent": {
-        "position_embedding_type": "rope",
-        "multi_latent_attention": True,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 8,
-        "v_head_dim": 6,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "untie_embeddings_and_output_weights": True,
-        "mtp_num_layers": 1,
-        "mtp_loss_scaling_factor": 0.5,
-        "qk_layernorm": True,
-        "normalization": "RMSNorm",
-        "activation": "swiglu",
-        "add_bias_linear": False,
-    },
-    "untied": {
-        "position_embedding_type": "none",
-        "untie_embeddings_and_output_weights": True,
-        "normalization": "RMSNorm",
-        "z_loss_coeff": 0.05,
-        "final_logit_softcapping": 2.0,
-    },
-    "parallel": {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "num_query_groups": 2,
-        "parallel_residual": "separate",
-        "embedding_multiplier": 2.0,
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all-heads",
-    },
-    "both": {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "apply_layernorm_1p": True,
-        "norm_position": "both",
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "activation": "swiglu",
-        "activation_func_clamp_value": 0.5,
-        "glu_linear_offset": 1.0,
-    },
-    "reordered": {
-        "position_embedding_type": "none",
-        "norm_position": "reordered",
-        "residual_multiplier": 0.5,
-        "logits_multiplier": 0.5,
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all-heads",
-        "normalization": "RMSNorm",
-        "untie_embeddings_and_output_weights": True,
-        "output_layer_bias": True,
-    },
-    "after": {
-        "position_embedding_type": "none",
-        "norm_position": "after",
-        "qk_l2_norm": True,
-        "output_layer_bias": True,
-        "add_attention_bias": False,
-    },
-    "ahead": {
-        "position_embedding_type": "learned_absolute",
-        "untie_embeddings_and_output_weights": False,
-        "mtp_num_layers": 2,
-        "mtp_loss_scaling_factor": 0.5,
-    },
-    "norm stream": {
-        "position_embedding_type": "alibi",
-        "embed_layernorm": True,
-        "apply_residual_connection_post_layernorm": True,
-    },
-}
+MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 
 # AdamW divides by sqrt(v) + eps. Where a gradient g is far above eps its first update is lr times
 # the sign of g, and where g is rounding noise that sign is random, even between two runs of torch.

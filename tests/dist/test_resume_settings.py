@@ -228,17 +228,9 @@ LAYOUTS = {
     ),
     "zero2 ulysses": Layout(2, (*OF_ADAM, "rotary_base"), model="rope", ulysses=2),
 }
-IN_MAKE_TEST = (
-    *("zero0", "zero1 sgd", "zero3", "zero1 bf16", "zero2 fp16", "zero2 fp16 static"),
-    *("zero2 offload", "zero2 tp2 muon offload"),
-    *("zero3 fp16 lion offload", "zero2 ulysses"),
-)
+IN_MAKE_TEST = TABLES["in_make_test"]
 CASES = [n if n in IN_MAKE_TEST else pytest.param(n, marks=pytest.mark.proof) for n in LAYOUTS]
-OPTIMIZERS_CHANGED = {
-    "zero1 bf16": OFFLOAD,
-    "zero3": OFFLOAD,
-    "zero2 offload": {"cpu_optimizer": False},
-}
+OPTIMIZERS_CHANGED = TABLES["optimizers_changed"]
 """Layouts that are also resumed with the optimizer states in the other memory."""
 
 

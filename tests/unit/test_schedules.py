@@ -183,14 +183,7 @@ def test_decoupled_learning_rate_has_the_schedule_with_bounds_of_its_own() -> No
         assert schedules.plan(config, after(900), 1).decoupled_lr == pytest.approx(at_end)
 
 
-@pytest.mark.parametrize(
-    ("style", "table"),
-    [
-        ("constant", {0: 0.01, 500: 0.01, 1200: 0.01}),
-        ("linear", {0: 0.1, 250: 0.15, 500: 0.2, 1000: 0.3, 1200: 0.3}),
-        ("cosine", {0: 0.1, 250: 0.1292893219, 500: 0.2, 1000: 0.3, 1200: 0.3}),
-    ],
-)
+@pytest.mark.parametrize(("style", "table"), TABLES["weight_decay_follows_the_table"])
 def test_weight_decay_follows_the_table(style: str, table: dict[int, float]) -> None:
     bounds = {} if style == "constant" else {"start_weight_decay": 0.1, "end_weight_decay": 0.3}
     config = config_with(BY_SAMPLES, {"weight_decay_incr_style": style, **bounds})

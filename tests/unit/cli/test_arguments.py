@@ -37,14 +37,7 @@ def test_problems_that_mention_an_unreadable_value_are_not_reported(line: str) -
     assert len(problems) == 1, problems
 
 
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [
-        ("--num-layers two", "num_layers"),
-        ("--hiden-size 8", "hidden_size"),
-        ("--batch-sise 8", "micro_batch_size"),
-    ],
-)
+@pytest.mark.parametrize(("line", "field"), TABLES["unreadable_option_is_not_reported_as_missing"])
 def test_unreadable_option_is_not_reported_as_missing(line: str, field: str) -> None:
     required = [problem.fields for problem in problems_of(line) if problem.code == "required"]
     assert required
@@ -91,12 +84,7 @@ NEEDED = (
 )
 SCRIPT = TABLES["script"]
 """Lines of a shell script."""
-REQUIRED = {
-    "--global-batch-size": "rampup-requires-global-batch-size",
-    "--lr-wsd-decay-samples": "wsd-decay-required",
-    "--start-weight-decay": "weight-decay-bounds-required",
-    "--weight-decay-incr-style": "constant-weight-decay-changes",
-}
+REQUIRED = TABLES["required"]
 """Lines of the script without which the run would not do what the others request."""
 DEPENDENT = {
     "--position-embedding-type": {"rotary_percent"},

@@ -123,12 +123,7 @@ def test_iteration_and_pointer(megatron_checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "name", "warnings"),
-    [
-        ("ms_pipe_tp2", "megatron", 0),
-        ("mlm10_tp1", "megatron", 1),
-        ("mlm0190_gpt", "torch_dist", 0),
-    ],
+    ("case", "name", "warnings"), TABLES["the_converter_recognizes_the_formats"]
 )
 def test_the_converter_recognizes_the_formats(
     case: str, name: str, warnings: int, megatron_checkpoints: Path
@@ -504,14 +499,7 @@ def test_an_unknown_version_is_rejected(tmp_path: Path) -> None:
         open_megatron(folder).weights()
 
 
-@pytest.mark.parametrize(
-    ("files", "missing"),
-    [
-        ("legacy", "mp_rank_01_001"),
-        ("pipeline", "layer_03-model_01-model_states.pt"),
-        ("torch_dist", ".metadata"),
-    ],
-)
+@pytest.mark.parametrize(("files", "missing"), TABLES["missing_files_are_named"])
 def test_missing_files_are_named(files: str, missing: str, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(files=files, tp=2, pp=2))
     found = detect_megatron(folder)
@@ -549,13 +537,7 @@ def test_without_arguments_the_settings_are_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "activation", "approximation"),
-    [
-        ({"bias_gelu_fusion": True}, "gelu", "tanh"),
-        ({"bias_gelu_fusion": False}, "gelu", "none"),
-        ({"bias_gelu_fusion": False, "openai_gelu": True}, "openai-gelu", None),
-        ({"squared_relu": True}, "squared-relu", None),
-    ],
+    ("arguments", "activation", "approximation"), TABLES["the_kind_of_gelu_follows_from_the_kernel"]
 )
 def test_the_kind_of_gelu_follows_from_the_kernel(
     arguments: dict[str, Any], activation: str, approximation: str | None, tmp_path: Path

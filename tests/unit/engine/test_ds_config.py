@@ -109,13 +109,7 @@ def test_reduction_overlaps_with_the_backward_pass_where_it_pays(
 
 
 @pytest.mark.parametrize(
-    ("torch", "flags", "expected"),
-    [
-        ("2.11.0+cu130", "--compile", False),
-        ("2.9.1", "", True),
-        ("2.13.0a0+git1", "--compile", True),
-        ("3.0.0", "--compile", True),
-    ],
+    ("torch", "flags", "expected"), TABLES["old_torch_compiles_no_memory_efficient_linear"]
 )
 def test_old_torch_compiles_no_memory_efficient_linear(
     torch: str, flags: str, expected: bool, merge: Merge, monkeypatch: pytest.MonkeyPatch
@@ -129,12 +123,7 @@ def test_old_torch_compiles_no_memory_efficient_linear(
 
 
 def test_bucket_is_bounded_in_bytes_and_small_where_it_is_sent_early() -> None:
-    sizes = {
-        "--zero-stage 1": 250_000_000,
-        "--zero-stage 1 --fp16 --no-accumulate-allreduce-grads-in-fp32": 500_000_000,
-        "--zero-stage 2 --fp16": 40_000_000,
-        "--zero-stage 3": 40_000_000,
-    }
+    sizes = TABLES["sizes"]
     for flags, size in sizes.items():
         assert zero_block(flags, "xpu")["reduce_bucket_size"] == size
     assert zero_block("--zero-stage 3", "xpu", 64)["reduce_bucket_size"] == 64_000_000

@@ -28,11 +28,7 @@ from tests.unit.engine.ds_files import ROOT, Merge
 TABLES = tables(__file__)
 
 GOLDEN = sorted((ROOT / "tests" / "golden" / "ds_configs").glob("*.json"))
-LAYOUTS = (
-    "--optimizer muon --exp-avg-dtype bf16",
-    "--optimizer sgd",
-    "--pipeline-model-parallel-size 2",
-)
+LAYOUTS = TABLES["layouts"]
 
 
 def generated_keys(merge: Merge) -> set[str]:

@@ -140,14 +140,7 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"position_embedding_type": "alibi"},
-        {"position_embedding_type": "none", "window_size": "3,0"},
-        {"position_embedding_type": "alibi", "window_size": "3,0"},
-    ],
-)
+@pytest.mark.parametrize("options", TABLES["masks_in_the_kernel_equal_their_bias"])
 def test_masks_in_the_kernel_equal_their_bias(options: dict[str, Any]) -> None:
     """Also where positions restart, and for several lengths in turn."""
     calls: list[Any] = []

@@ -57,15 +57,7 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     assert error < 1e-5, error
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"softmax_scale": 0.7, "softmax_type": "off-by-one"},
-        {"attn_logit_softcapping": 1.5, "softmax_type": "learnable", "window_size": "3,0"},
-        {"attention_output_gate": True, "final_logit_softcapping": 3.0},
-        {"head_wise_attn_gate": True, "softmax_type": "learnable", "add_bias_linear": False},
-    ],
-)
+@pytest.mark.parametrize("options", TABLES["scores_and_gates_are_those_of_a_dense_forward_pass"])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_scores_and_gates_are_those_of_a_dense_forward_pass(
     position: str, options: dict[str, Any]

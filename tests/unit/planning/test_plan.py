@@ -217,15 +217,7 @@ def test_a_plan_needs_no_data(data: str, capsys: pytest.CaptureFixture[str]) -> 
     assert json_of(f"{SMALL} {data}", capsys)["samples_per_step"] == 1
 
 
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        "",
-        "--vocab-file /nowhere/vocab.json --merge-file /nowhere/merges.txt",
-        "--tokenizer-type HFTokenizer --tokenizer-model owner/model",
-        "--tokenizer-type Llama2Tokenizer --tokenizer-model /nowhere/tokenizer.model",
-    ],
-)
+@pytest.mark.parametrize("tokenizer", TABLES["a_plan_needs_no_tokenizer"])
 def test_a_plan_needs_no_tokenizer(tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Claim (deepspeed): plans need neither data nor files of a tokenizer"""
     rows = "--make-vocab-size-divisible-by 1 --untie-embeddings-and-output-weights"

@@ -27,11 +27,14 @@ from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 from tests.pages import flags as flags_page
 from tests.problems import printed_codes, raises_problem
+from tests.tables import tables
 from tests.unit.conversion.hf_models import load_strictly, random_model
 from tests.unit.conversion.models import SMALL, assert_same_tensors, random_source
 from tests.unit.tools.conftest import Run
 from tools import convert_checkpoint
 from tools.convert_checkpoint import MODEL_TYPES
+
+TABLES = tables(__file__)
 
 TOOL = convert_checkpoint
 FOLDER = "convert_checkpoint"
@@ -240,14 +243,7 @@ def test_a_script_without_a_folder_reports_it(tmp_path: Path, run_tool: Run) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "target"),
-    [
-        ("hf2megads_weight_converter.py", ["--hf-ckpt-dir"], "--save"),
-        ("zero_to_fp32.py", [], "OUTPUT_DIR"),
-        ("convert_checkpoint/deepspeed_to_transformers.py", ["--input-folder"], "--output-folder"),
-        ("convert_checkpoint/deepspeed_to_megatron.py", ["--input-folder"], "--output-folder"),
-        ("checkpoint/convert.py", ["--load-dir"], "--save-dir"),
-    ],
+    ("name", "source", "target"), TABLES["errors_of_a_script_name_its_own_flags"]
 )
 def test_errors_of_a_script_name_its_own_flags(
     name: str, source: list[str], target: str, tmp_path: Path, run_tool: Run

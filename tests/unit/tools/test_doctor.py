@@ -236,15 +236,7 @@ def test_a_value_that_a_file_leaves_out_stays_in_braces(tmp_path: Path) -> None:
     assert flags[flags.index("--tokenizer-model") + 1] == "{vocab_file}"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("a.yml", "a: [", "while parsing"),
-        ("a.json", "[1]", "it is not a mapping"),
-        ("a.toml", "a =", "Invalid value"),
-        ("a.yaml", "modules: {x: {model: missing.yaml}}", "missing.yaml is not there"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "reason"), TABLES["an_unreadable_file_is_an_error"])
 def test_an_unreadable_file_is_an_error(
     name: str, text: str, reason: str, tmp_path: Path, run_tool: Callable[..., Any]
 ) -> None:

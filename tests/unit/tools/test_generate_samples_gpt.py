@@ -129,14 +129,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, codes_of: Codes) -> N
     assert Counter(result) == TABLES["problems"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ((), "required"),
-        (("--load", ".", "--genfile", "/"), "not-a-file"),
-        (("--load", ".", "--sample-output-file", "."), "not-a-file"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code"), TABLES["invalid_options_are_reported"])
 def test_invalid_options_are_reported(
     arguments: tuple[str, ...], code: str, codes_of: Codes
 ) -> None:
@@ -147,15 +140,7 @@ SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 MODEL = ModelConfig(**SHAPE, seq_length=16, vocab_size=91)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"num_layers": 2, "hidden_size": 32},
-        {"max_position_embeddings": 16, "ffn_hidden_size": 128, "kv_channels": 8},
-        {"num_query_groups": 4, "vocab_size": 90},
-        {"attention_dropout": 0.0, "hidden_dropout": 0.9, "init_method_std": 1.0},
-    ],
-)
+@pytest.mark.parametrize("given", TABLES["model_flags_may_repeat_the_checkpoint"])
 def test_model_flags_may_repeat_the_checkpoint(given: dict[str, Any]) -> None:
     assert list(model_conflicts(given, MODEL, null_tokenizer=True)) == []
 
@@ -304,15 +289,7 @@ def test_texts_are_written_as_json_lines(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        (("--greedy", "--top-k", "5", "--temperature", "0.5"), ("temperature", "top_k")),
-        (("--logprobs",), ("logprobs",)),
-        (("--greedy",), None),
-        (("--top-p", "0.5", "--genfile", "x", "--logprobs"), None),
-    ],
-)
+@pytest.mark.parametrize(("flags", "names"), TABLES["flags_without_effect_are_warned_of"])
 def test_flags_without_effect_are_warned_of(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

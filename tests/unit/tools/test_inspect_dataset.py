@@ -13,9 +13,12 @@ from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.validation import DataFiles
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.problems import printed_codes
+from tests.tables import tables
 from tests.token_files import write_pair
 from tests.unit.tools.conftest import Run, closed_stdout
 from tools import inspect_dataset
+
+TABLES = tables(__file__)
 
 TOOL = inspect_dataset
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
@@ -78,17 +81,7 @@ def test_damaged_files_are_rejected(tmp_path: Path, run: Run) -> None:
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    ("flags", "status", "code"),
-    [
-        ("--samples 1", 2, "samples-without-length"),
-        ("--documents -1", 2, "not-a-range"),
-        ("--check --vocab-size 5", 2, "vocab-size-without-tokenizer"),
-        ("--samples 1 --seq-length 0", 2, "out-of-range"),
-        ("--samples 5 --seq-length 1 --num-samples 5", 1, "sample-beyond-run"),
-        (*("--samples 5 --seq-length 1 --split 1,0 --part valid", 1), "split-without-documents"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "status", "code"), TABLES["invalid_options_are_rejected"])
 def test_invalid_options_are_rejected(
     tmp_path: Path, run: Run, flags: str, status: int, code: str
 ) -> None:

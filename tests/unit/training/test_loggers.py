@@ -188,23 +188,12 @@ def test_the_short_form_has_each_evaluation_once_below_the_losses() -> None:
         console.log_eval(evaluation(7, group=group))
     console.log_eval(evaluation(7, "test", bits=0.75))
     console.log_task(task_results(7))
-    assert lines[1:] == [
-        " validation   7/100 | loss  2.0000 | perplexity 7.39",
-        " validation   7/100 | loss  2.0000 | perplexity 7.39 | GROUP",
-        " test         7/100 | loss  2.0000 | perplexity 7.39 | bits per byte 0.7500",
-        " TASK         7/100 | METRIC 0.5000",
-    ]
+    assert lines[1:] == TABLES["the_short_form_has_each_evaluation_once_below_the_losses"]
     assert len({line.index("| ") for line in lines}) == 1
 
 
 @pytest.mark.parametrize(
-    ("form", "terminal", "short"),
-    [
-        ("auto", True, True),
-        ("auto", False, False),
-        ("megatron", True, False),
-        ("short", False, True),
-    ],
+    ("form", "terminal", "short"), TABLES["the_short_form_is_the_default_on_a_terminal"]
 )
 def test_the_short_form_is_the_default_on_a_terminal(
     form: str, terminal: bool, short: bool, monkeypatch: pytest.MonkeyPatch

@@ -336,12 +336,7 @@ def test_fp16_is_checked_by_torch_if_the_cpu_does_not_tell(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("accelerator", "processor", "expected"),
-    [
-        ("cpu", "flags : fpu avx512_vnni", True),
-        ("cpu", "flags : fpu avx512_fp16", False),
-        ("cpu", "Features : fp asimdhp", False),
-        ("cuda", "flags : fpu", False),
-    ],
+    TABLES["a_cpu_without_fp16_is_detected_by_its_features"],
 )
 def test_a_cpu_without_fp16_is_detected_by_its_features(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, processor: str, expected: bool
