@@ -62,6 +62,8 @@ class ParallelLayout:
     ds_sequence_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    expert_tensor_parallel_size: str = ""
+    """Empty if experts are sharded as dense layers."""
     layers_per_stage: str = ""
     """Transformer layers of each pipeline stage, separated by commas; empty without a pipeline."""
 
@@ -77,6 +79,7 @@ class ParallelLayout:
             ds_sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
             expert_model_parallel_size=config.expert_parallel_size,
             pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+            expert_tensor_parallel_size="1" if config.has_whole_experts else "",
             layers_per_stage=_layers_per_stage(config),
             **partition_keys(config, dp_size),
         )

@@ -125,6 +125,8 @@ class Restoring(RunCheckpoints):
         iteration = checkpoint.iteration
         saved = {name: shard.parts for name, shard in checkpoint.run.shards.items()}
         current = {name: spec.parts for name, spec in engine.shard_specs().items()}
+        if self.config.has_whole_experts:  # whose sections are no parts
+            current = {name: parts for name, parts in current.items() if ".experts." not in name}
         raise_if_any(part_conflicts(saved, current, checkpoint.path))
         load = self._folders.load
         is_local = load is None or folder != load.folder

@@ -129,7 +129,7 @@ class Config:
         related: dict[str, Iterator[Problem]] = {
             "model": counted.problems(parallel.tensor_model_parallel_size),
             "moe": self.moe.problems(
-                model, parallel.tensor_model_parallel_size, self.expert_parallel_size
+                model, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
             ),
             "parallel": parallel.problems(
                 world_size, model.num_layers, has_experts=self.moe.is_used
@@ -239,8 +239,13 @@ class Config:
 
     @property
     def expert_parallel_size(self) -> int:
-        """Expert-parallel size in effect."""
-        return self.parallel.expert_model_parallel_size if self.moe.is_used else 1
+        """Data-parallel ranks with different experts."""
+        return self.parallel.expert_data_ranks if self.moe.is_used else 1
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether tensor-parallel ranks have different experts."""
+        return self.moe.is_used and self.parallel.has_whole_experts
 
     @property
     def measures_logits(self) -> bool:

@@ -89,7 +89,7 @@ def build_engine(
     """
     run, decay = config, {"weight_decay": config.optimizer.weight_decay}
     config = run.in_stage(0).with_values(decay)  # in whatever stage this process starts
-    mesh = mesh.of_model(sequence_parallel=config.parallel.sequence_parallel)
+    mesh = mesh.of_model(config.parallel.sequence_parallel, config.has_whole_experts)
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     # What DeepSpeed and torch import is changed before anything is built.
     deepspeed_patches.import_muon_without_compile()

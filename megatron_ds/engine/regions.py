@@ -54,7 +54,20 @@ COLLECTIVES = (
 which are also values: torch compares the operations of a batch with them."""
 CAPTURED = ("all_gather_function", "reduce_scatter_function")
 """Attributes of DeepSpeed's communication backend that are such functions."""
-AXES = ("tp", "pp", "dp", "sp", "ep", "expert_dp", "dp_sp", "sp_tp", "model", "embedding", "p2p")
+AXES = (
+    "tp",
+    "pp",
+    "dp",
+    "sp",
+    "ep",
+    "expert_dp",
+    "dp_sp",
+    "sp_tp",
+    "ep_tp",
+    "model",
+    "embedding",
+    "p2p",
+)
 """Groups of the mesh. Among groups with equal ranks, the first one names the collectives."""
 
 

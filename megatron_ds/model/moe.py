@@ -2,9 +2,9 @@
 
 The experts are distributed over the expert-parallel ranks, to which their tokens are sent by
 all-to-all, and from which the outputs come back in the same way. The width of each expert is
-sharded over the tensor-parallel group, whose ranks all route the tokens of the complete sequence,
-also with sequence parallelism. Sequence-parallel ranks of DeepSpeed-Ulysses route the tokens of
-their slices; the load and the capacity count all slices.
+sharded over the tensor-parallel group, or its ranks have different experts, to which each sends its
+part of the sequence; they all route the tokens of the complete sequence. Sequence-parallel ranks of
+DeepSpeed-Ulysses route the tokens of their slices; the load and the capacity count all slices.
 
 Shapes: S sequence, B micro-batch, H hidden, T = S x B tokens, E experts, e experts of this rank,
 K experts per token, A assignments of a token to an expert, at most T x K, R rows that this rank's
@@ -14,6 +14,7 @@ experts receive.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from megatron_ds.model.spec.experts import ExpertsSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import all_to_all, gather_slices, take_slice
 from megatron_ds.parallel.linear import ReplicatedLinear
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sharding import declared_parameter
+from megatron_ds.parallel.weights import Partial
 
 
 def logged_shapes(moe: MoEConfig) -> dict[str, tuple[int, ...]]:
@@ -67,14 +69,16 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.moe, self.log = moe, log
-        self.group, self.sp_group, self.ep_group = mesh.tp, mesh.sp, mesh.ep
+        self.group, self.sp_group, self.ep_group = mesh.tp, mesh.sp, mesh.experts
+        self.is_whole, self.alone = mesh.has_whole_experts, Group((mesh.rank,), 0, None)
         spec, name = ExpertsSpec(config, moe), f"layers.{layer}.mlp"
 
         def linear(part: str) -> ReplicatedLinear | None:
-            weights = [
-                declared_parameter(weight, mesh.tp, init) for weight in spec.layer(name, part)
-            ]
-            return ReplicatedLinear(*weights) if weights else None
+            weights = spec.layer(name, part)
+            if mesh.has_whole_experts:  # it computes this rank's tokens only
+                weights = [replace(weight, partial_over=Partial.SEQUENCE) for weight in weights]
+            parameters = [declared_parameter(weight, mesh.tp, init) for weight in weights]
+            return ReplicatedLinear(*parameters) if parameters else None
 
         weights = spec.named(name)
         router = weights["router.weight"], weights.get("router.bias")
@@ -89,10 +93,14 @@ class MoE(nn.Module):
         self.shared_gate = linear("shared_gate")
 
     def forward(self, x_SBH: Tensor) -> Tensor:
+        # All ranks route all tokens, so that their gradients are already the complete ones.
         if not self.group.sequence_parallel:
-            y_SBH = self._mix(x_SBH)
-        else:  # All ranks route all tokens, so that their gradients are already the complete ones.
-            y_SBH = take_slice(self._mix(gather_slices(x_SBH, self.group)), self.group)
+            y_SBH = self._mix(x_SBH, x_SBH)
+        elif self.is_whole:
+            y_SBH = self._mix(x_SBH, gather_slices(x_SBH, self.group), self.group)
+        else:
+            all_SBH = gather_slices(x_SBH, self.group)
+            y_SBH = take_slice(self._mix(all_SBH, all_SBH), self.group)
         if self.shared is None:
             return y_SBH
         shared_SBH: Tensor = self.shared(x_SBH)
@@ -108,18 +116,28 @@ class MoE(nn.Module):
         if self.shared is not None:
             self.shared.elementwise = functions
 
-    def _mix(self, x_SBH: Tensor) -> Tensor:
-        x_TH = x_SBH.flatten(0, 1)
-        routing: Routing = self.router(x_TH, x_SBH.shape[1])
-        capacity = self._capacity(len(x_TH) * self.sp_group.size)
-        order_A, counts_E = sort_assignments(routing, capacity, self.moe, self.sp_group)
+    def _mix(self, x_SBH: Tensor, all_SBH: Tensor, part: Group | None = None) -> Tensor:
+        """The outputs for the tokens that this rank sends to the experts.
+
+        Args:
+            x_SBH: The tokens.
+            all_SBH: The tokens that are routed.
+            part: Group of whose ranks each sends a slice of them. None: this rank sends all.
+        """
+        part, x_TH, all_TH = part or self.alone, x_SBH.flatten(0, 1), all_SBH.flatten(0, 1)
+        routing: Routing = self.router(all_TH, x_SBH.shape[1])
+        capacity = self._capacity(len(all_TH) * self.sp_group.size)
+        order_A, counts_E, dropped = sort_assignments(
+            routing, capacity, self.moe, self.sp_group, part
+        )
         place_A = inverse_of(order_A)
         if self.latent_in is not None:
             x_TH = self.latent_in(x_TH)
         x_AH = _Reordered.apply(x_TH, order_A, place_A, self.moe.moe_router_topk)
         y_AH = self._run_experts(x_AH, counts_E)
-        y_TKH = _Reordered.apply(y_AH, place_A, order_A).view(*routing.experts_TK.shape, -1)
-        weights_TK = routing.weights_TK.to(y_TKH.dtype)
+        weights_TK = take_slice(routing.weights_TK, part)
+        y_TKH = _Reordered.apply(y_AH, place_A, order_A).view(*weights_TK.shape, -1)
+        weights_TK = weights_TK.to(y_TKH.dtype)
         if capacity is not None:
             is_kept = place_A < counts_E.sum()
             weights_TK = weights_TK.where(is_kept.view_as(weights_TK), 0)
@@ -128,7 +146,7 @@ class MoE(nn.Module):
             out_TH = self.latent_out(out_TH)
         losses = {"load_balancing_loss": routing.aux_loss, "z_loss": routing.z_loss}
         loads = {"load": routing.load_E, "largest": routing.load_E.max()}
-        self.log.record({**losses, "dropped": 1.0 - counts_E.sum() / len(order_A), **loads})
+        self.log.record({**losses, "dropped": dropped, **loads})
         loss = self.moe.aux_loss_coeff * routing.aux_loss
         loss = loss + self.moe.moe_z_loss_coeff * routing.z_loss
         return self.log.add_gradient(out_TH, loss).view(x_SBH.shape)

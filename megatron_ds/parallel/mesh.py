@@ -45,7 +45,8 @@ def axis_groups(
 
     Returns:
         Groups by axis: "tp", "sp", "ep", "expert_dp", "dp", "pp"; "model": the tensor x pipeline
-        ranks that together hold one copy of the model; "sp_tp": the ranks that process the same
+        ranks that together hold one copy of the model; "ep_tp": the ranks that together hold all
+        experts, if tensor-parallel ranks have different ones; "sp_tp": those that process the same
         samples; "dp_sp": the ranks with the same parameters, over which gradients are averaged, and
         "expert_dp": those with the same experts; "embedding": the first and the last stage of a
         pipeline, which have a tied embedding, or the stages between them.
@@ -64,7 +65,7 @@ def axis_groups(
     pp, edp, ep, sp, tp = range(5)
     spans: dict[str, tuple[int, ...]] = {"tp": (tp,), "sp": (sp,), "ep": (ep,)}
     spans |= {"expert_dp": (edp, sp), "dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
-    spans |= {"sp_tp": (sp, tp), "dp_sp": (edp, ep, sp)}
+    spans |= {"sp_tp": (sp, tp), "dp_sp": (edp, ep, sp), "ep_tp": (ep, tp)}
     groups = {}
     for name, span in spans.items():
         others = [dim for dim in range(5) if dim not in span]
@@ -155,9 +156,17 @@ class Mesh:
     model: Group
     sp_tp: Group
     dp_sp: Group
+    ep_tp: Group
     embedding: Group
     p2p: Group
     """`pp` for the messages between stages, which wait for no collective of other groups."""
+    has_whole_experts: bool = False
+    """Whether tensor-parallel ranks have different experts."""
+
+    @property
+    def experts(self) -> Group:
+        """The ranks that together hold all experts, each some of them or a part of some."""
+        return self.ep_tp if self.has_whole_experts else self.ep
 
     @classmethod
     def build(
@@ -186,7 +195,7 @@ class Mesh:
         # Axes with the same ranks share their process groups: each costs connections and memory.
         create = cache(partial(_create_group, rank=rank, timeout=timeout))
         urgent = URGENT if dist.get_backend() == "nccl" else ()
-        by_axis = {
+        by_axis: dict[str, Any] = {
             name: create(tuple(groups), name in urgent and len(groups[0]) > 1)
             for name, groups in axes.items()
         }
@@ -218,23 +227,25 @@ class Mesh:
         details = {"sequence": " (Ulysses)"}
         if self.tp.sequence_parallel:
             details["tensor"] = " (with sequence parallelism)"
-        if self.ep.size > 1:
+        if (size := self.experts.size) > 1:
             replicas = self.dp.size // self.ep.size
-            details["data"] = f" (expert parallel {self.ep.size} x expert data parallel {replicas})"
+            details["data"] = f" (expert parallel {size} x expert data parallel {replicas})"
         return " x ".join(
             f"{name} parallel {group.size}{details.get(name, '') if detailed else ''}"
             for name, group in self.axes().items()
             if name in ("tensor", "data") or (name != "expert" and group.size > 1)
         )
 
-    def of_model(self, *, sequence_parallel: bool) -> Mesh:
+    def of_model(self, sequence_parallel: bool, has_whole_experts: bool = False) -> Mesh:
         """This mesh for a model, whose groups that share sequences no other object refers to.
 
         Args:
             sequence_parallel: Sequence parallelism over the tensor-parallel group.
+            has_whole_experts: Its ranks have different experts.
         """
         is_split = sequence_parallel and self.tp.size > 1
-        return replace(self, tp=replace(self.tp, sequence_parallel=is_split), sp=replace(self.sp))
+        tp = replace(self.tp, sequence_parallel=is_split)
+        return replace(self, tp=tp, sp=replace(self.sp), has_whole_experts=has_whole_experts)
 
     @contextmanager
     def complete_sequences(self) -> Iterator[None]:
@@ -247,7 +258,8 @@ class Mesh:
     def single(cls) -> Mesh:
         """The mesh of one process, without process groups."""
         axes = axis_groups(world_size=1, tp_size=1)
-        return cls(world_size=1, rank=0, **dict.fromkeys([*axes, "p2p"], Group((0,), 0, None)))
+        alone: dict[str, Any] = dict.fromkeys([*axes, "p2p"], Group((0,), 0, None))
+        return cls(world_size=1, rank=0, **alone)
 
 
 def groups_across_hosts(groups: Sequence[Ranks], hosts: Sequence[str]) -> list[Ranks]:

@@ -88,7 +88,14 @@ def expert_group(param: torch.nn.Parameter) -> str | None:
     return name
 
 
-def declare(param: torch.nn.Parameter, weight: Weight, tp: Group, ep_size: int = 1) -> None:
+def declare(
+    param: torch.nn.Parameter,
+    weight: Weight,
+    tp: Group,
+    ep_size: int = 1,
+    *,
+    is_whole: bool = False,
+) -> None:
     """Mark a parameter as this rank's part of a weight, and complete its gradients.
 
     Gradients that ranks have in part are summed as autograd computes them, before they are
@@ -100,10 +107,12 @@ def declare(param: torch.nn.Parameter, weight: Weight, tp: Group, ep_size: int =
         weight: Its declaration, with the canonical name.
         tp: Tensor-parallel group.
         ep_size: Expert-parallel size.
+        is_whole: Tensor-parallel ranks have different experts, of those of an expert-parallel rank.
     """
     param.declaration = weight  # type: ignore[attr-defined]
-    if weight.shard is not None:
-        mark_sharded(param, weight.shard)
+    of_ranks = ShardSpec(0, (weight.shape[0] // ep_size,) * ep_size)
+    if (shard := of_ranks if is_whole else weight.shard) is not None:
+        mark_sharded(param, shard)
     if weight.is_stacked:
         mark_experts(param, ep_size)
     is_partial = {Partial.ALWAYS: tp.size > 1, Partial.SEQUENCE: tp.sequence_parallel}
@@ -155,7 +164,7 @@ def states_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def declared_parameter(
-    weight: Weight, tp: Group, init: Draws, ep: Group | None = None
+    weight: Weight, tp: Group, init: Draws, ep: Group | None = None, *, is_whole: bool = False
 ) -> torch.nn.Parameter:
     """This rank's part of a weight, with its initial values.
 
@@ -164,12 +173,15 @@ def declared_parameter(
         tp: Tensor-parallel group.
         init: Draws the initial values.
         ep: Expert-parallel group, for experts.
+        is_whole: As for `declare`.
     """
     ep_rank, ep_size = (0, 1) if ep is None else (ep.rank, ep.size)
     first, names, padding = int(weight.is_stacked), [weight.name], 0
     spec = weight.shard or ShardSpec(first, (weight.shape[first],))
-    ranges = spec.ranges(*(tp.rank, tp.size) if weight.shard else (0, 1))
+    ranges = spec.ranges(*(tp.rank, tp.size) if weight.shard and not is_whole else (0, 1))
     if weight.is_stacked:  # each expert is drawn by its number
+        if is_whole:
+            ep_rank, ep_size = ep_rank * tp.size + tp.rank, ep_size * tp.size
         local = weight.shape[0] // ep_size
         experts = range(ep_rank * local, (ep_rank + 1) * local)
         names = [weight.name.replace("experts.", f"experts.{expert}.") for expert in experts]
@@ -195,5 +207,5 @@ def declared_parameter(
     param = torch.nn.Parameter(torch.empty(initial.shape))
     with torch.no_grad():
         param.copy_(initial)
-    declare(param, weight, tp, ep_size)
+    declare(param, weight, tp, 1 if ep is None else ep.size, is_whole=is_whole)
     return param

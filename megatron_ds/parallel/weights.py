@@ -141,9 +141,10 @@ class Weight:
     lr_scale: float = 1.0
     """Factor of the learning rate."""
 
-    def size(self, tp_size: int, ep_size: int = 1) -> int:
-        """Elements on one rank."""
-        ranks = (tp_size if self.shard else 1) * (ep_size if self.is_stacked else 1)
+    def size(self, tp_size: int, ep_size: int = 1, *, has_whole_experts: bool = False) -> int:
+        """Elements on one rank, if tensor-parallel ranks have parts of experts or whole ones."""
+        is_split = self.shard is not None or (has_whole_experts and self.is_stacked)
+        ranks = (tp_size if is_split else 1) * (ep_size if self.is_stacked else 1)
         return math.prod(self.shape) // ranks
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_ds.config.fields import in_effect
 from megatron_ds.model.spec.architecture import is_expert
 from megatron_ds.model.spec.parts import FP32, AttentionSpec
-from megatron_ds.parallel.weights import Partial
+from megatron_ds.parallel.weights import Partial, Weight
 from megatron_ds.planning.memory_inputs import PlannedRun
 
 RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
@@ -149,7 +149,8 @@ class _Messages:
         size = self.tp_size
         hidden, ends = "hidden states", self.embeddings + self.losses
         passes = 3 if self.is_recomputed else 2
-        expert_sums = self.share * passes
+        is_whole = self.config.has_whole_experts
+        expert_sums = 0 if is_whole else self.share * passes
         messages = self.count * self.losses
         statistics = messages * LOSS_STATISTICS * FP32 * self.tokens * size
         yield Traffic("all-gather", "tp", "loss statistics", statistics, size, messages)
@@ -178,7 +179,8 @@ class _Messages:
         )
         yield Traffic("reduce-scatter", "tp", features, size_of_latents, size, latents)
         # What a projection has gathered is gathered again for the gradient of its weight.
-        gathers = regions * (passes + 1) + ends - self.sparse - passes * replaced
+        # The gradients of tokens that are sent to whole experts are not gathered.
+        gathers = regions * (passes + 1) + ends - self.sparse * (1 + is_whole) - passes * replaced
         scatters = (regions - self.sparse) * passes + ends - replaced
         for operation, what, messages in (
             ("all-reduce", "rows of experts", round(self.count * self.sparse * expert_sums)),
@@ -190,7 +192,12 @@ class _Messages:
     def of_partial_gradients(self) -> Iterator[Traffic]:
         """Yields the traffic of replicated weights that act on this rank's tokens or heads."""
         kinds = {Partial.ALWAYS, *([Partial.SEQUENCE] if self.parallel.sequence_parallel else [])}
-        elements = self.spec.elements(self.rank_layers, lambda weight: weight.partial_over in kinds)
+        parts = (".mlp.latent_",) if self.config.has_whole_experts else ()
+
+        def is_partial(weight: Weight) -> bool:
+            return weight.partial_over in kinds or any(part in weight.name for part in parts)
+
+        elements = self.spec.elements(self.rank_layers, is_partial)
         size, what = self.count * elements * self.inputs.param_bytes, "replicated parameters"
         yield Traffic("all-reduce", "tp", f"gradients of {what}", size, self.tp_size)
 
@@ -208,9 +215,14 @@ class _Messages:
         """Tokens to their experts and back, in both directions, if all experts get as many."""
         passes = 3 if self.is_recomputed else 2
         messages = self.count * self.sparse * 2 * passes
-        size = round(messages * self.stream * self.share)
-        ep_size = self.config.expert_parallel_size
-        yield Traffic("all-to-all", "ep", "routed tokens", size, ep_size, messages)
+        size, ranks, axis = self.stream * self.share, self.config.expert_parallel_size, "ep"
+        if self.config.has_whole_experts:
+            weights = (
+                self.count * self.sparse * self.tokens * self.config.moe.moe_router_topk * FP32
+            )
+            yield Traffic("all-gather", "tp", "gradients of routing", weights, self.tp_size)
+            size, ranks, axis = size / self.tp_size, ranks * self.tp_size, "ep_tp"
+        yield Traffic("all-to-all", axis, "routed tokens", round(messages * size), ranks, messages)
 
     def of_stages(self) -> Iterator[Traffic]:
         """Hidden states to the next stage, their gradients to the one before."""

@@ -184,6 +184,7 @@ class _Sizes:
             saves_core=recompute.recompute_granularity != "selective",
             is_per_document=config.data.reset_attention_mask and not has_flex,
             has_tiles=recompute.tiled_mlp,
+            has_whole_experts=config.has_whole_experts,
         )
         self.has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
         # Gradients are reduced in buckets, but not at stage 0 and by BF16_Optimizer. A bucket is

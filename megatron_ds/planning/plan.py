@@ -254,7 +254,7 @@ def _link_time(
     Ranks of a group that share a machine send to others over all of their network cards.
     """
     tp, sp, ep, dp = (sizes[name] for name in ("tp", "sp", "ep", "dp"))
-    strides = {"tp": 1, "sp": tp, "dp_sp": tp, "expert_dp": tp, "ep": tp * sp}
+    strides = {"tp": 1, "ep_tp": 1, "sp": tp, "dp_sp": tp, "expert_dp": tp, "ep": tp * sp}
     # Distance of neighbouring ranks of the axis, by default of stages.
     stride = strides.get(traffic.axis, tp * sp * ep * dp)
     inside = max(1, min(traffic.ranks, hardware.per_machine // stride))

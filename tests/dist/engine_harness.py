@@ -62,7 +62,7 @@ class Meshes(dict[int, Mesh]):
         """The mesh of a layout. Collective."""
         tp_size = parallel.tensor_model_parallel_size
         pp_size = parallel.pipeline_model_parallel_size
-        sp_size, ep_size = parallel.ds_sequence_parallel_size, parallel.expert_model_parallel_size
+        sp_size, ep_size = parallel.ds_sequence_parallel_size, parallel.expert_data_ranks
         if pp_size == sp_size == ep_size == 1:
             return self[tp_size]
         key = tp_size, pp_size, sp_size, ep_size
@@ -342,10 +342,10 @@ def full_tensor(
         group: Tensor-parallel group.
         ep_group: Expert-parallel group, over which experts are joined.
     """
-    spec = shard_spec(param)
-    full = value if spec is None else unshard(list(all_gather(value, group)), spec)
+    spec, full = shard_spec(param), value
     if ep_group is not None and expert_group(param) is not None:
         full = torch.cat(list(all_gather(full, ep_group)))
+    full = full if spec is None else unshard(list(all_gather(full, group)), spec)
     return full.float().clone()
 
 

@@ -26,7 +26,7 @@ from megatron_ds.parallel.mesh import Mesh
 
 RECEIVED = 0.01
 """Value of all numbers that a rank receives."""
-AXES = ("tp", "sp", "ep", "pp", "dp", "dp_sp", "expert_dp", "model", "sp_tp", "embedding")
+AXES = ("tp", "sp", "ep", "pp", "dp", "dp_sp", "expert_dp", "model", "sp_tp", "ep_tp", "embedding")
 """By the first of these a group is named."""
 
 

@@ -72,6 +72,7 @@ BIAS = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.
 """The bias decides the routing from the second step on."""
 GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
 BY_SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss"}
+WHOLE = {"parallel": {"expert_tensor_parallel_size": 1, "sequence_parallel": True}}
 FULL = {"recompute_granularity": "full"}
 HALF_ERROR = 2e-2
 """Of losses and norms; an expert that counts twice, or not at all, changes the norm by more."""
@@ -153,12 +154,16 @@ CASES = {
     ),
     "zero 1, tp, five steps of a loop over experts": layout(
         *(4, 1, 2, 2, "learned", "adamw"),
-        ep=2,
+        ep=4,
+        changes=WHOLE,
         moe={**FOUR, **SIGMOID, **BIAS, **SHARED, "moe_latent_size": 16},
         lengths=FIVE_STEPS,
     ),
     "zero 1, tp": layout(
-        *(4, 1, 2, 4, "learned", "adamw"), ep=2, moe={**FOUR, "moe_ffn_hidden_size": 12}
+        *(4, 1, 2, 4, "swiglu", "sgd"),
+        ep=2,
+        moe={**DROPPING_BY_POSITION, "moe_ffn_hidden_size": 12},
+        changes={**WHOLE, "recompute": FULL},
     ),
     "zero 2, two copies": layout(4, 2, 1, 4, "tied", "adamw", ep=2),
     "zero 1, one expert per rank": layout(

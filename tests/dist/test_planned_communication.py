@@ -155,6 +155,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "moe": OF_TODAY,
         "recompute": FULL,
     },
+    "zero1 ep4 tp2 whole experts": {
+        "zero_stage": 1,
+        TP: 2,
+        EP: 4,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": True,
+        "moe": OF_TODAY,
+    },
     "zero1 ep2 tp2 sequence parallel": {
         "zero_stage": 1,
         TP: 2,

@@ -165,6 +165,13 @@ MOE: dict[str, Any] = {
         }
     },
 }
+WHOLE: dict[str, Any] = {
+    "model": "latent",
+    "changes": {
+        **MOE["changes"],
+        "parallel": {"expert_tensor_parallel_size": 1, "sequence_parallel": True},
+    },
+}
 NO_BIAS = "swiglu"
 SGD = {"optimizer": {"sgd_momentum": 0.9, "lr": 0.05}, "model": {"num_layers": 4}}
 BF16 = {"precision": {"bf16": True}}
@@ -182,11 +189,14 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "ep2 zero1": Layout(1, ep=2, **MOE),
         "tp2 zero3": Layout(3, tp=2, **MOE),
         "ep2 tp2 zero2": Layout(2, world=4, ep=2, tp=2, **MOE),
+        "whole zero2": Layout(2, world=4, ep=4, tp=2, **WHOLE),
         "dp2 zero2": Layout(2, **MOE),
         "ep2 zero2": Layout(2, ep=2, **MOE),
         "ep2 zero0": Layout(0, ep=2, **MOE),
         "ep2 pp2 zero1": Layout(1, world=4, ep=2, pp=2, **MOE),
         "ep2 tp2 zero0": Layout(0, world=4, ep=2, tp=2, **MOE),
+        "whole zero0": Layout(0, world=4, ep=4, tp=2, **WHOLE),
+        "whole zero3": Layout(3, ep=2, tp=2, **WHOLE),
         "ep2 ulysses zero2": Layout(2, world=4, ep=2, ulysses=2, **MOE),
         "ep2 dp4 zero1": Layout(1, world=4, ep=2, **MOE),
     },
@@ -242,7 +252,7 @@ FAMILIES: dict[str, dict[str, Layout]] = {
 }
 BASIC_LAYOUTS: dict[str, tuple[str, ...]] = {
     "dense": ("1_1_1 zero0", "2_1_2 zero3", "1_2_1 zero1", "ulysses zero2"),
-    "experts": ("zero0", "ep2 tp2 zero2", "tp2 zero3", "ep2 pp2 zero1"),
+    "experts": ("zero0", "whole zero2", "tp2 zero3", "ep2 pp2 zero1"),
     "sgd": ("zero3 tp2", "zero1 folded"),
     "lion": ("zero0", "zero3 tp2"),
     "muon": ("zero3 tp2", "zero1 pp2"),
@@ -312,11 +322,11 @@ UNIVERSAL = (
     *("precision fp16 zero2 tp2", "memory more padding"),
 )
 WITHOUT_OPTIMIZER = (
-    *("dense 1_2_1 zero1", "experts ep2 tp2 zero2", "precision fp16 zero2 tp2"),
+    *("dense 1_2_1 zero1", "experts whole zero2", "precision fp16 zero2 tp2"),
     *("memory zero3 both", "memory round robin"),
 )
 IN_BACKGROUND = (
-    *("dense 2_1_2 zero3", "experts ep2 tp2 zero2", "muon zero1 pp2"),
+    *("dense 2_1_2 zero3", "experts whole zero2", "muon zero1 pp2"),
     *("precision fp16 zero2 tp2", "memory zero2 cpu tp2"),
 )
 """Layouts that do so in `make test`; the others are proofs."""

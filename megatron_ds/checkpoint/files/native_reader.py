@@ -149,7 +149,18 @@ class SavedStates:
         return TensorReader(self.shapes[name], dtype, partial(self._read_rows, saved, key))
 
     def _read_rows(self, saved: _Saved, key: str, rows: range, columns: Columns | None) -> Tensor:
-        shape, ep_size = self.shapes[saved.place.name], self._ep_size(saved.place.name)
+        name = saved.place.name
+        shape, ep_size, spec = self.shapes[name], self._ep_size(name), self._specs.get(name)
+        if (
+            ep_size > 1 and spec is not None and spec.dim == 0
+        ):  # whole experts of both kinds of ranks
+            of_tp = ShardSpec(0, (shape[0] // self._tp_size,))
+            shards = [
+                self._read_shard(saved, key, tp_rank, ep_rank, local)
+                for tp_rank, part in spec.locate(rows, self._tp_size)
+                for ep_rank, local in of_tp.locate(part, ep_size)
+            ]
+            return part_of(join(shards), range(len(rows)), columns)
         parts = [
             self._read_columns(saved, key, ep_rank, local, columns)
             for ep_rank, local in ShardSpec(0, shape[:1]).locate(rows, ep_size)

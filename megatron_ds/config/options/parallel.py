@@ -73,16 +73,28 @@ class ParallelConfig:
     expert_model_parallel_size: int = option_field(
         1,
         "degree of expert parallelism: the experts are distributed over this many data-parallel "
-        "ranks",
+        "ranks, with --expert-tensor-parallel-size 1 over data- and tensor-parallel ranks",
         aliases=("moe-expert-parallel-size",),
         minimum=1,
     )
     expert_tensor_parallel_size: int | None = option_field(
         None,
-        "degree of tensor parallelism of the experts; only --tensor-model-parallel-size, the "
-        "default, by which their width is sharded",
+        "degree of tensor parallelism of the experts: --tensor-model-parallel-size (the default), "
+        "by which their width is sharded, or 1, with which tensor-parallel ranks have different "
+        "experts",
         minimum=1,
     )
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether tensor-parallel ranks have different experts, instead of parts of each."""
+        return self.expert_tensor_parallel_size == 1 < self.tensor_model_parallel_size
+
+    @property
+    def expert_data_ranks(self) -> int:
+        """Data-parallel ranks over which the experts are distributed."""
+        size = self.expert_model_parallel_size
+        return size // self.tensor_model_parallel_size if self.has_whole_experts else size
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of ranks with different samples; 0 if the number of processes does not fit."""
@@ -158,11 +170,16 @@ class ParallelConfig:
         elif min(tp, sp) > 0:
             yield from self._replica_problems(world_size)
         ep_size, dp_size = self.expert_model_parallel_size, self.data_parallel_size(world_size)
-        if self.expert_tensor_parallel_size not in (None, tp):
+        ranks = self.expert_data_ranks
+        if self.expert_tensor_parallel_size not in (None, 1, tp):
             yield Problem("expert-tensor-parallel-size-differs", settings=self)
-        if ep_size > 1 and not has_experts:
+        elif (
+            has_experts and self.has_whole_experts and (ep_size % tp or not self.sequence_parallel)
+        ):
+            yield Problem("whole-experts-misfit", settings=self)
+        elif ep_size > 1 and not has_experts:
             yield Problem("expert-parallel-size-without-experts", settings=self)
-        elif ep_size > 0 and dp_size % ep_size:
+        elif ranks > 0 and dp_size % ranks:
             yield Problem(
                 "data-parallel-size-not-divisible-by-expert-parallel-size",
                 settings=self,

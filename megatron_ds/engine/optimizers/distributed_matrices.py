@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ds.engine.deepspeed.partitions import ParameterPlace, read_partitions
 from megatron_ds.engine.readback import master_weights
@@ -49,12 +49,14 @@ class MatrixShard:
     kept: tuple[range, ...]
     """Elements of the flattened shard that each data-parallel rank updates."""
     owner: Owner
+    fused: ShardSpec | None = None
+    """The declared sections of its matrices. None: `spec`."""
 
     @property
     def sections(self) -> tuple[int, ...]:
         """Rows of the fused matrices, in each stacked matrix; empty for one."""
-        rows = len(self.shape) - 2
-        return self.spec.sections if self.spec is not None and self.spec.dim == rows else ()
+        rows, spec = len(self.shape) - 2, self.fused or self.spec
+        return spec.sections if spec is not None and spec.dim == rows else ()
 
 
 class DistributedMatrices:
@@ -237,7 +239,7 @@ def find_matrices(
             pieces.append(
                 MatrixShard(
                     shape=entry.shape,
-                    spec=shard_spec(parameter),
+                    spec=_spec(parameter, entry.shape, tp.size),
                     master=parameter if stage == 0 else masters[0],
                     place=slice(start, start + len(kept[dp.rank])),
                     # Without ZeRO every rank has the complete shard.
@@ -247,9 +249,17 @@ def find_matrices(
                     ),
                     kept=kept,
                     owner=owner,
+                    fused=declaration(entry.name, parameter).shard,
                 )
             )
         yield DistributedMatrices(pieces, dp, tp, empty)
+
+
+def _spec(parameter: nn.Parameter, shape: tuple[int, ...], tp_size: int) -> ShardSpec | None:
+    """The sharding of a parameter; of whole experts, those of one expert-parallel rank."""
+    spec = shard_spec(parameter)
+    is_whole = spec is not None and spec.dim == 0 and len(shape) > 2
+    return ShardSpec(0, (shape[0] * tp_size,)) if is_whole else spec
 
 
 def _masters(engine: Any, stage: int) -> list[list[Tensor]]:

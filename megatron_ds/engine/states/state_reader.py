@@ -137,8 +137,7 @@ def full_shape(
     shape: Sequence[int], spec: ShardSpec | None, num_expert_ranks: int
 ) -> tuple[int, ...]:
     """The shape of a full parameter."""
-    full = list(shape)
+    full = [shape[0] * num_expert_ranks, *shape[1:]]
     if spec is not None:
         full[spec.dim] = sum(spec.sections)
-    full[0] *= num_expert_ranks
     return tuple(full)

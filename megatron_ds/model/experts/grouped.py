@@ -34,16 +34,18 @@ class Experts(nn.Module):
 
     def __init__(self, spec: ExpertsSpec, prefix: str, mesh: Mesh, init: Initializer) -> None:
         super().__init__()
-        self.group = mesh.tp
+        is_whole = mesh.has_whole_experts
+        self.group = Group((mesh.rank,), 0, None) if is_whole else mesh.tp
         self.activation = spec.model.activation_arguments
         self.elementwise = EAGER
 
         def layer(name: str, reduce_over: Group | None = None) -> _StackedLinear:
             weights = spec.layer(prefix, f"experts.{name}")
-            parts = [declared_parameter(weight, mesh.tp, init, mesh.ep) for weight in weights]
+            groups = mesh.tp, init, mesh.ep
+            parts = [declared_parameter(weight, *groups, is_whole=is_whole) for weight in weights]
             return _StackedLinear(*parts, reduce_over=reduce_over)
 
-        self.fc_in, self.fc_out = layer("fc_in"), layer("fc_out", reduce_over=mesh.tp)
+        self.fc_in, self.fc_out = layer("fc_in"), layer("fc_out", reduce_over=self.group)
 
     def forward(self, x_RH: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs for rows that are in the order of the experts.

@@ -198,8 +198,8 @@ def count_assignments(experts: Tensor, size: int) -> Tensor:
 
 
 def sort_assignments(
-    routing: Routing, capacity: int | None, moe: MoEConfig, sp_group: Group
-) -> tuple[Tensor, Tensor]:
+    routing: Routing, capacity: int | None, moe: MoEConfig, sp_group: Group, part: Group
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the assignments by expert; those that exceed an expert's capacity are the last.
 
     Args:
@@ -207,15 +207,19 @@ def sort_assignments(
         capacity: Tokens that an expert accepts of all slices. None: all.
         moe: Which tokens an expert keeps.
         sp_group: Group whose ranks have slices of the same sequences.
+        part: Group of whose ranks each sends a slice of the tokens to the experts.
 
     Returns:
-        Positions in [T x K] of the assignments, [A], and the number that each expert accepts, [E].
+        Positions in [T x K] of this rank's slice of the assignments, [A], the number of them that
+        each expert accepts, [E], and the fraction of all that exceed an expert's capacity.
     """
     experts = routing.experts_TK.flatten()
     if capacity is not None:
         is_kept = _within_capacity(routing, capacity, moe, sp_group)
         experts = experts.where(is_kept, moe.experts)
-    return experts.argsort(stable=True), count_assignments(experts, moe.experts + 1)[:-1]
+    dropped = (experts == moe.experts).float().mean()
+    experts = experts.unflatten(0, (part.size, -1))[part.rank]
+    return experts.argsort(stable=True), count_assignments(experts, moe.experts + 1)[:-1], dropped
 
 
 def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, sp_group: Group) -> Tensor:

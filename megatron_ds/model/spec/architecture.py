@@ -6,6 +6,7 @@ The only place where options become parts. Layers, weights and their order match
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -90,6 +91,7 @@ class ModelSpec:
     """Layers of the last stage after them, the output layer last."""
     tp_size: int
     ep_size: int
+    has_whole_experts: bool = False
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -108,7 +110,7 @@ class ModelSpec:
             keep: Whether a weight is counted.
         """
         chosen = self.layers if layers is None else tuple(layers)
-        return _sizes(chosen, keep, self.tp_size, self.ep_size)
+        return _sizes(chosen, keep, self.tp_size, self.ep_size, self.has_whole_experts)
 
     def elements(self, layers: Layers = None, keep: Keep = bool) -> int:
         """Elements of one model-parallel rank's weights; arguments as for `sizes`."""
@@ -136,9 +138,11 @@ def _weights(layers: Iterable[Layer]) -> dict[str, Weight]:
 
 # A plan asks for a few sums of the same layers, many times.
 @functools.lru_cache(maxsize=256)
-def _sizes(layers: tuple[Layer, ...], keep: Keep, tp_size: int, ep_size: int) -> Counter[int]:
+def _sizes(
+    layers: tuple[Layer, ...], keep: Keep, tp_size: int, ep_size: int, has_whole_experts: bool
+) -> Counter[int]:
     kept = (weight for weight in _weights(layers).values() if keep(weight) and not is_state(weight))
-    return Counter(weight.size(tp_size, ep_size) for weight in kept)
+    return Counter(w.size(tp_size, ep_size, has_whole_experts=has_whole_experts) for w in kept)
 
 
 @functools.lru_cache(maxsize=256)
@@ -169,7 +173,8 @@ def is_matrix(weight: Weight) -> bool:
 def run_spec(config: Config) -> ModelSpec:
     """The model of a run; see `model_spec`."""
     tp_size = config.parallel.tensor_model_parallel_size
-    return model_spec(config.model, config.moe, tp_size, config.expert_parallel_size)
+    spec = model_spec(config.model, config.moe, tp_size, config.expert_parallel_size)
+    return dataclasses.replace(spec, has_whole_experts=config.has_whole_experts)
 
 
 def param_group_problems(config: Config, names: Iterable[str] | None = None) -> Iterator[Problem]:

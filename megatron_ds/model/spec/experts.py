@@ -98,7 +98,10 @@ class ExpertsSpec(Part):
         moe, hidden = self.moe, self.model.hidden_size
         experts, topk, latent = moe.experts, moe.moe_router_topk, moe.moe_latent_size
         rows, is_half = run.tokens * topk, run.element < FP32
-        saved = 2 * rows * (latent or hidden) * run.element + topk * self.expert.inner(run)
+        senders = run.tp_size if run.has_whole_experts else 1  # each has a slice of the tokens
+        saved = 2 * rows // senders * (latent or hidden) * run.element + topk * self.expert.inner(
+            run
+        )
         # The router's logits and probabilities, the logarithms of sums, and the selected ones.
         router = 2 * run.tokens * experts + run.tokens + rows
         if moe.moe_router_score_function == "sigmoid":  # their sums, and what is divided by them

@@ -51,6 +51,8 @@ class Pass:
     """Whether attention runs document by document."""
     has_tiles: bool
     """Whether feed-forward layers are computed in tiles."""
+    has_whole_experts: bool = False
+    """Whether tensor-parallel ranks have different experts."""
 
     @property
     def stream(self) -> int:

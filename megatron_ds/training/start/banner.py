@@ -19,7 +19,7 @@ from megatron_ds.config.problems import counted
 from megatron_ds.engine.optimizers.param_groups import multiplier_rule
 from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.model.norm import select_norm_kernel
-from megatron_ds.model.spec.architecture import Layer, is_matrix, is_state, model_spec, run_spec
+from megatron_ds.model.spec.architecture import Layer, is_matrix, is_state, run_spec
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate
@@ -104,7 +104,7 @@ def sections(facts: BannerData) -> dict[str, Lines]:
 
 def _layout(facts: BannerData) -> Lines:
     is_split = in_effect(facts.config.parallel).sequence_parallel
-    mesh = facts.mesh.of_model(sequence_parallel=is_split)
+    mesh = facts.mesh.of_model(is_split, facts.config.has_whole_experts)
     processes = (
         f"{mesh.world_size} on {facts.device} = {mesh.describe(detailed=True)}, "
         f"{counted(facts.threads, 'thread')} each"
@@ -129,7 +129,7 @@ def _stages(facts: BannerData) -> Iterator[str]:
     first, last = 0, len(layers) - 1
     ranks = enumerate(config.parallel.stages_of_ranks)
     owners = {stage: rank for rank, rank_stages in ranks for stage in rank_stages}
-    spec = model_spec(config.model, config.moe, mesh.tp.size, mesh.ep.size)
+    spec = run_spec(config)
     for stage, part in enumerate(stage_slices(spec, layers)):
         end = first + layers[stage] - 1
         names = [f"layers {first} to {end}" if end > first else f"layer {first}"]
@@ -145,9 +145,9 @@ def _title(end: Layer) -> str:
 
 
 def _model(facts: BannerData) -> Lines:
-    model, moe, mesh = facts.config.model, facts.config.moe, facts.mesh
+    model, mesh = facts.config.model, facts.mesh
     tp = mesh.tp.size
-    spec = model_spec(model, moe, tp, mesh.ep.size)
+    spec = run_spec(facts.config)
     parts = [part for layer in spec.layers[:-1] for part in layer.parts.values()]
     shape = ", ".join(
         (
@@ -237,8 +237,7 @@ def _engine_settings(facts: BannerData) -> Lines:
         betas = f"betas {settings.betas[0]:g} {settings.betas[1]:g}"
         coefficients = f"{betas}, epsilon {settings.epsilon:g}" if settings.epsilon else betas
     if settings.orthogonalized is not None:
-        mesh = facts.mesh
-        spec = model_spec(facts.config.model, facts.config.moe, mesh.tp.size, mesh.ep.size)
+        spec = run_spec(facts.config)
         tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
         coefficients = (
             f"momentum {settings.momentum:g}, on {settings.orthogonalized} matrices "
@@ -289,7 +288,7 @@ def _groups(facts: BannerData) -> Iterator[str]:
             base = options.decoupled_lr if factors.is_decoupled else options.lr
             rates = (base or 0.0) * factors.lr, options.weight_decay * factors.weight_decay
             sizes[next(patterns, "all other weights"), *rates] += weight.size(
-                mesh.tp.size, mesh.ep.size
+                mesh.tp.size, mesh.ep.size, has_whole_experts=facts.config.has_whole_experts
             )
     for (pattern, lr, decay), size in sizes.items():
         yield (

@@ -18,6 +18,7 @@ def test_groups_are_those_of_a_table_written_by_hand() -> None:
     assert groups["tp"][:3] == [(0, 1), (2, 3), (4, 5)]
     assert groups["sp"] == [(rank,) for rank in range(16)]
     assert groups["ep"][:4] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert groups["ep_tp"][:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert groups["expert_dp"] == [
         (0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15),
     ]  # fmt: skip
@@ -48,7 +49,7 @@ def test_each_axis_has_every_rank_once(world: int, tp: int, pp: int, sp: int, ep
     dp = world // (tp * pp * sp)
     sizes = {
         "tp": tp, "sp": sp, "ep": ep, "expert_dp": dp * sp // ep, "dp": dp, "pp": pp,
-        "model": tp * pp, "sp_tp": sp * tp, "dp_sp": dp * sp,
+        "model": tp * pp, "sp_tp": sp * tp, "dp_sp": dp * sp, "ep_tp": ep * tp,
     }  # fmt: skip
     for name, size in sizes.items():
         assert sorted(rank for ranks in groups[name] for rank in ranks) == list(range(world))

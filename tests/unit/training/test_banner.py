@@ -16,7 +16,7 @@ from megatron_ds.launch.ranks.distributed import ProcessContext
 from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.cores import FIXED_SIZES
 from megatron_ds.model.attention.packed import FlexKernel, PackingOptions
-from megatron_ds.model.spec.architecture import is_matrix, model_spec
+from megatron_ds.model.spec.architecture import is_matrix, model_spec, run_spec
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import estimate
@@ -65,7 +65,7 @@ ENGINE = MemoryInputs(
     offload_optimizer=True,
 )
 GROUPS = {
-    **dict.fromkeys(("tp", "model", "sp_tp"), Group((0, 1), 0, None)),
+    **dict.fromkeys(("tp", "model", "sp_tp", "ep_tp"), Group((0, 1), 0, None)),
     **dict.fromkeys(("dp", "expert_dp", "dp_sp"), Group((0, 2, 4, 6), 0, None)),
     **dict.fromkeys(("pp", "sp", "ep", "embedding", "p2p"), Group((0,), 0, None)),
 }
@@ -167,7 +167,7 @@ def test_banner_counts_the_parameters_that_muon_updates() -> None:
     assert "simple coefficients, second moments of neurons; AdamW" in text
     assert "cautious weight decay 0.1" in text
     assert "master weights float64, moments bfloat16 and float32" in text
-    spec = model_spec(CONFIG.model, tp_size=2)
+    spec = run_spec(CONFIG)
     tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
     assert matrices.total() == 96
     others = tensors - matrices
