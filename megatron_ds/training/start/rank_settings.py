@@ -9,7 +9,9 @@ from typing import Any
 from megatron_ds.checkpoint.folders.shared_folders import SharedFolders
 from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.config.fields import option_fields
+from megatron_ds.config.options.data import TRAINING_DATA
 from megatron_ds.config.options.deepspeed_file import get, leaves
+from megatron_ds.config.stages import values_of
 from megatron_ds.launch import environment
 from megatron_ds.launch.ranks.host_differences import CONTENT, DATA, SETTINGS
 from megatron_ds.launch.ranks.roll_call import RollCall
@@ -43,7 +45,11 @@ def settings(config: Config, plan: LoadPlan) -> Iterator[tuple[str, str]]:
     for group in GROUPS:
         options = getattr(config, group)
         for item, spec in option_fields(options):
-            if spec.metavar not in PATHS:
+            if item.name == "stages":
+                entries = map(values_of, config.schedule.stages)
+                kept = [{k: v for k, v in one.items() if k not in TRAINING_DATA} for one in entries]
+                yield flag_of(item.name), str(kept)
+            elif spec.metavar not in PATHS:
                 yield flag_of(item.name), str(getattr(options, item.name))
     # Whether the hosts share the folders of --save and --load is a question of the roll call.
     for name, location in vars(plan.folders).items():

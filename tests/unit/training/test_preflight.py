@@ -254,6 +254,16 @@ def test_ranks_may_have_their_files_in_other_folders_and_nothing_else(
     local = "--save x --local-save-interval 2 --local-checkpoint-dir"
     first = described(f"{local} a")
     assert described(f"{local.replace('x', 'y')} b --data-path {tmp_path / 'small'}") == first
+    stages = '--train-iters - --stages {"train-iters":1} {"train-iters":1,"data-path":"%s"}'
+    staged = described(f"{local} a {stages % 'small'}")
+    assert described(f"{local} a {stages % (tmp_path / 'small')}") == staged
+    other = described(f"{local} a {stages % 'ended'}")
+    assert {key for key in other if staged.get(key) != other[key]} == {
+        *(
+            "source 1 of --data-path (train ) in stage 2",
+            "ended (.bin and .idx, file 1) in stage 2",
+        ),
+    }
     for line, name in (
         ("--lr 2e-3", "--lr"),
         ("--bf16", "--bf16"),
