@@ -58,9 +58,10 @@ DEEPSPEED_UNITS = {
 def layouts() -> dict[str, Config]:
     """Layouts that must have their settings: stages, number formats, offloading, optimizers."""
 
-    def config(stage: int, optimizer: str = "adamw", tp: int = 1, **changes: Any) -> Config:
-        return config_of(Case(2, stage, tp, 2, "learned", optimizer), **changes)
+    def config(stage: int, name: str = "adamw", tp: int = 1, **changes: Any) -> Config:
+        return config_of(Case(2, stage, tp, 2, "learned", name), **changes)
 
+    moments = {"exp_avg_dtype": "bf16", "normuon": True}
     bf16, offload = {"bf16": True}, {"cpu_optimizer": True}
     fp16 = {"fp16": True, "allow_fp16_on_cpu": True}
     unaccumulated = {**bf16, "accumulate_allreduce_grads_in_fp32": False}
@@ -79,7 +80,7 @@ def layouts() -> dict[str, Config]:
         "zero0 sgd": config(0, "sgd"),
         "zero2 lion": config(2, "lion"),
         "zero3 muon": config(3, "muon"),
-        "zero1 bf16 muon": config(1, "muon", precision=bf16),
+        "zero1 bf16 muon": config(1, "muon", precision=bf16, optimizer=moments),
         "zero1": config(1),
         "zero2": config(2),
         "zero3": config(3),
@@ -116,6 +117,7 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
         "zero0 sgd",
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[0], momentum=0.9),
     ),
+    "moment_dtypes": ("zero1 bf16 muon", lambda e: changed(e.basic_optimizer, "state_types", {})),
     "orthogonalized": ("zero1 bf16 muon", lambda e: changed(e.basic_optimizer, "_matrices", {})),
     "weight_decay": (
         BASE,

@@ -246,7 +246,7 @@ def _engine_settings(facts: BannerData) -> Lines:
             f"AdamW on {(tensors - matrices).total()} other parameters "
             f"({_elements(tensors - matrices)}), {coefficients}"
         )
-    decay = " or ".join(f"{value:g}" for value in settings.weight_decay)
+    decay = " or ".join(dict.fromkeys(f"{value:g}" for value in settings.weight_decay))
     cautious = "cautious " if in_effect(options).cautious_weight_decay else ""
     decoupled = "" if options.decoupled_lr is None else f" (decoupled {options.decoupled_lr:g})"
     optimizer = (
