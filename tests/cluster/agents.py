@@ -15,7 +15,7 @@ from tests.fork_server import DEADLINE
 
 SHARES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 VARIABLES = {
-    "FAULT": "iteration:1+:pause",  # lest the run is far ahead when a test has noticed something
+    "FAULT": "iteration:1+:pause"  # lest the run is far ahead when a test has noticed something
 }
 BANNER = "DeepSpeed info: "
 

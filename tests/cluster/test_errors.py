@@ -118,9 +118,7 @@ def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
     node.run("mv", f"{prefix}.bin", f"{prefix}.away").succeed()
     found = message(start(cluster, {**settings, "seed": -1}))
     node.run("mv", f"{prefix}.away", f"{prefix}.bin").succeed()
-    assert sorted(printed_codes(found)) == [
-        *("data-file-missing", "hosts-differ", "out-of-range"),
-    ]
+    assert sorted(printed_codes(found)) == [*("data-file-missing", "hosts-differ", "out-of-range")]
     assert re.search(rf"on node2: .*{prefix}.bin", found)
     assert re.search(r"- --seed", found)
 

@@ -14,14 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cluster import NODES, SLOTS, Cluster, find_obstacle
-from tests.e2e.runs import (
-    PRETRAIN,
-    PROGRAMS,
-    REPOSITORY,
-    Settings,
-    losses,
-    to_flags,
-)
+from tests.e2e.runs import PRETRAIN, PROGRAMS, REPOSITORY, Settings, losses, to_flags
 from tests.proofs.cases import with_proofs
 
 Losses = Callable[[str], list[float]]

@@ -93,8 +93,7 @@ PROOFS = ("one-True", "own-None", "own-full", "stages")
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["selective-True", *(pytest.param(n, marks=pytest.mark.proof) for n in PROOFS)],
+    "name", ["selective-True", *(pytest.param(n, marks=pytest.mark.proof) for n in PROOFS)]
 )
 def test_there_is_no_graph_break(name: str, outcomes: JobResults) -> None:
     """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs.

@@ -31,13 +31,7 @@ from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import declared_parameter, take_shard
-from megatron_ds.parallel.weights import (
-    Partial,
-    Role,
-    ShardSpec,
-    Weight,
-    linear_weights,
-)
+from megatron_ds.parallel.weights import Partial, Role, ShardSpec, Weight, linear_weights
 from tests.dist.engine_harness import full_tensor
 from tests.distributed import RankError, run_ranks
 from tests.problems import raises_problem

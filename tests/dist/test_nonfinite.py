@@ -39,10 +39,7 @@ PROOFS = [
     Layout("fp32", 2, 1, offload=True),
 ]
 """With them, every supported pair of precision, ZeRO stage and tensor-parallel size."""
-SPIKES = [
-    *(Layout("fp32", 2, 2, True), Layout("fp16", 3, 2)),
-    Layout("bf16", 1, 1, ep=2, rank=0),
-]
+SPIKES = [*(Layout("fp32", 2, 2, True), Layout("fp16", 3, 2)), Layout("bf16", 1, 1, ep=2, rank=0)]
 SPIKE_PROOFS = [
     *(Layout("fp32", 0, 2), Layout("bf16", 1, 1, pp=2)),
     *(Layout("fp32", 1, 1), Layout("bf16", 3, 1), Layout("fp32", 0, 1, pp=2)),

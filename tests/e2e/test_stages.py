@@ -59,12 +59,7 @@ def staged(base: Settings, corpus: Path, tmp_path_factory: Factory) -> Settings:
     path = folder / "stages.yaml"
     path.write_text(yaml.safe_dump({"stages": [STAGES[0], STAGES[1] | blend, STAGES[2]]}))
     settings = {**base, "global_batch_size": 4, "save_interval": 1}
-    return {
-        **settings,
-        "position_embedding_type": "rope",
-        "attention_dropout": 0.0,
-        "config": path,
-    }
+    return {**settings, "position_embedding_type": "rope", "attention_dropout": 0.0, "config": path}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +90,7 @@ def test_stages_killed_and_resumed_equal_an_uninterrupted_run(
     text = (tmp_path / "events.jsonl").read_text()
     events = [event for event in map(json.loads, text.splitlines()) if event["event"] == "stage"]
     assert [(event["iteration"], event["text"].split(":")[0]) for event in events] == [
-        *((BOUNDARY, "mid"), (BOUNDARY, "mid"), (5, "long")),
+        *((BOUNDARY, "mid"), (BOUNDARY, "mid"), (5, "long"))
     ]
     for key, values in {
         "global_batch_size": [4, 4, 8, 8, 8, 4, 4],
@@ -115,8 +110,7 @@ def test_stages_killed_and_resumed_equal_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["pp2", *(pytest.param(name, marks=pytest.mark.proof) for name in list(LAYOUTS)[1:])],
+    "name", ["pp2", *(pytest.param(name, marks=pytest.mark.proof) for name in list(LAYOUTS)[1:])]
 )
 def test_stages_continue_on_other_layouts_with_the_same_curve(
     name: str, launcher: Launcher, staged: Settings, uninterrupted: Path, tmp_path: Path

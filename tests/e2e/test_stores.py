@@ -86,12 +86,7 @@ def test_a_killed_run_resumes_from_the_store_on_new_nodes(
 
 
 def test_training_data_in_a_store_gives_the_run_of_local_files(
-    launcher: Launcher,
-    base: Settings,
-    url: str,
-    corpus: Path,
-    uninterrupted: Path,
-    tmp_path: Path,
+    launcher: Launcher, base: Settings, url: str, corpus: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     """Each rank has a cache and an index cache of its own, as on two nodes.
 

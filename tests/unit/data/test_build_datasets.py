@@ -18,12 +18,7 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data import build_datasets as module
 from megatron_ds.data import lazy_indexes
 from megatron_ds.data.blend.blend_history import BlendHistory
-from megatron_ds.data.build_datasets import (
-    Datasets,
-    FileUsage,
-    build_datasets,
-    exact_train_samples,
-)
+from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets, exact_train_samples
 from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset

@@ -158,11 +158,7 @@ MANY_TOKENS = [(kind, 6, 50) for kind in ("rope", "alibi", "learned-gqa")]
 )
 @pytest.mark.parametrize(
     ("kind", "count", "new"),
-    [
-        *with_proofs(MANY_TOKENS, MANY_TOKENS),
-        ("alibi", 3, 25),
-        ("learned-gqa", 3, 25),
-    ],
+    [*with_proofs(MANY_TOKENS, MANY_TOKENS), ("alibi", 3, 25), ("learned-gqa", 3, 25)],
 )
 def test_half_precision_has_the_texts_of_single_requests(
     kind: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch

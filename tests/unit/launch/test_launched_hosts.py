@@ -56,8 +56,7 @@ def test_ranks_are_described_with_their_hosts(processes: dict[int, list[str]]) -
 
 
 @pytest.mark.parametrize(
-    ("connected", "lost"),
-    [("ab", [3]), ("c", [0, 1, 2]), ("abc", []), ("", [])],
+    ("connected", "lost"), [("ab", [3]), ("c", [0, 1, 2]), ("abc", []), ("", [])]
 )
 def test_a_host_is_lost_when_its_client_of_ssh_has_ended(
     connected: str, lost: list[int], processes: object, monkeypatch: pytest.MonkeyPatch

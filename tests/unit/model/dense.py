@@ -74,12 +74,7 @@ def dense_flex(
 
 
 def dense_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    longest: int,
-    window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int | None = None
 ) -> Tensor:
     """Variable-length attention that computes every score, on any device."""
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))

@@ -39,9 +39,7 @@ def event(kind: str, iteration: int, **values: Any) -> dict[str, Any]:
 
 
 def write_run(
-    folder: Path,
-    records: Iterable[Mapping[str, Any]],
-    events: Iterable[Mapping[str, Any]] = (),
+    folder: Path, records: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]] = ()
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text(lines(records))

@@ -107,10 +107,7 @@ def test_scaling_compares_throughput_with_the_ideal(runs: dict[str, History]) ->
     assert table is not None
     assert shown(chart)["measured"] == [(1, 64.0), (4, pytest.approx(192.0))]
     assert shown(chart)["ideal"] == [(1, 64.0), (4, 256.0)]
-    assert table.rows == [
-        ["slow", "1", "64", "1.00", "100%"],
-        ["fast", "4", "192", "3.00", "75%"],
-    ]
+    assert table.rows == [["slow", "1", "64", "1.00", "100%"], ["fast", "4", "192", "3.00", "75%"]]
     same = {"a": runs["slow"], "b": runs["slow"]}
     assert scaling_chart(same) is tables.scaling_table(same) is None
     runs["fast"].settings["--hidden-size"] = 128  # another model
@@ -154,7 +151,7 @@ def test_final_figures(runs: dict[str, History]) -> None:
     }
     names = ("status", "ranks", "s/step", "samples/s", "tokens/s", "restarts", "test loss")
     assert [fast[name] for name in names] == [
-        *("running", "4", "0.167", "24.00", "192", "1", "1.2500"),
+        *("running", "4", "0.167", "24.00", "192", "1", "1.2500")
     ]
 
 

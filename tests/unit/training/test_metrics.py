@@ -146,10 +146,7 @@ def test_times_belong_to_the_last_step_of_an_interval() -> None:
     assert len(taken) == 2
     named = {"time/step": 6.0, "time/communication": 1.0, "time/forward-send": 2.0}
     named |= {"time/slowest_rank": 1.0, "time/slowest_rank_excess": 0.25}
-    assert [step.extras for step in run.steps()] == [
-        *({"aux": 1.0}, {"aux": 1.0, **named}) * 2,
-        {},
-    ]
+    assert [step.extras for step in run.steps()] == [*({"aux": 1.0}, {"aux": 1.0, **named}) * 2, {}]
     assert [record.times for record in run.intervals()] == [times, times, {}]
 
 

@@ -74,12 +74,7 @@ def dataset(place: object, cache: TokenCache | None = None) -> TokenDataset:
 
 def samples(train: TokenDataset, workers: int, consumed: int = 0) -> npt.NDArray[np.int32]:
     batches = MicroBatchIterator(
-        train,
-        consumed=consumed,
-        micro_batch_size=4,
-        dp_rank=0,
-        dp_size=1,
-        num_workers=workers,
+        train, consumed=consumed, micro_batch_size=4, dp_rank=0, dp_size=1, num_workers=workers
     )
     rows = [batch.rows_BT for batch in batches]
     batches.close()
