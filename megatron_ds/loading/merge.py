@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -196,6 +196,8 @@ def merge_sources(sources: Sequence[SourceCheckpoint], options: MergeOptions) ->
     """
     import torch
 
+    if len(sources) == 1:
+        return sources[0]
     known = [source.iteration for source in sources if source.iteration is not None]
     iterations = sorted(known)
     if len(known) == len(sources):
@@ -211,47 +213,34 @@ def merge_sources(sources: Sequence[SourceCheckpoint], options: MergeOptions) ->
         for source in sources
     ]
     raise_if_any([*_differences(sources)])
-    if len(sources) == 1:
-        return sources[0]
     weights, first = options.weights(iterations), sources[0]
     tensors = {}
     for name in first.tensors:
         parts = [source.tensors[name] for source in sources]
-        dtype = parts[0].dtype
-        for part in parts:
-            dtype = torch.promote_types(dtype, part.dtype)
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
         load = partial(_weighted_sum, parts, weights, dtype)
         tensors[name] = dataclasses.replace(parts[0], dtype=dtype, load=load)
-    precisions = {source.precision for source in sources}
-    return dataclasses.replace(
-        first,
-        format="merged",
-        tensors=tensors,
-        precision=first.precision if len(precisions) == 1 else None,
-        run=None,
-        notes=(),
-        merged=tuple(sources),
-    )
+    is_one = len({source.precision for source in sources}) == 1
+    precision = first.precision if is_one else None
+    named = dataclasses.replace(first, format="merged", run=None, notes=(), merged=tuple(sources))
+    return dataclasses.replace(named, tensors=tensors, precision=precision)
 
 
 def _differences(sources: Sequence[SourceCheckpoint]) -> Iterator[Problem]:
     """Options of the models that are not the first one's."""
-    models = [(source, *_options_of(source)) for source in sources]
-    (first, saved, _), *others = models
-    for source, values, is_rotary in others:
-        for name in dict.fromkeys((*saved, *values)):
-            if is_rotary and name == "max_position_embeddings":
-                continue  # has no weights
-            before, now = saved.get(name, "absent"), values.get(name, "absent")
+    options = []
+    for source in sources:
+        model, moe = source.settings.model, source.settings.moe
+        values = dict(ModelSettings.of(model, moe, None, None).fixed)
+        if model.is_rotary:
+            values.pop("max_position_embeddings", None)  # has no weights
+        options.append(values)
+    for source, values in zip(sources[1:], options[1:], strict=True):
+        for name in dict.fromkeys((*options[0], *values)):
+            before, now = options[0].get(name, "absent"), values.get(name, "absent")
             if before != now:
-                texts = {"path": source.path, "name": name, "now": now}
-                yield Problem("merge-model-differs", **texts, first=first.path, saved=before)
-
-
-def _options_of(source: SourceCheckpoint) -> tuple[dict[str, object], bool]:
-    model = source.settings.model
-    values = ModelSettings.of(model, source.settings.moe, None, None).fixed
-    return dict(values), model.is_rotary
+                texts = {"name": name, "now": now, "first": sources[0].path, "saved": before}
+                yield Problem("merge-model-differs", path=source.path, **texts)
 
 
 def _weighted_sum(
