@@ -45,6 +45,7 @@ def test_every_event_has_the_documented_keys(path: Path) -> None:
     log.record("start-up", iteration=1, seconds={"data": 0.1})
     log.record("memory", iteration=1, peak=5)
     log.record("checkpoint", iteration=2, seconds=0.5, waited=0.1)
+    log.record("stage", iteration=2, text="decay: its course")
     log.warning("    WARNING: it is slow [some-code]")
     log.record("end", iteration=3, status=0)
     log.record("end", iteration=3, error="no data")
