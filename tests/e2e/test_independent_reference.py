@@ -94,6 +94,10 @@ MORE: dict[str, tuple[str, int, Settings]] = {
     "experts, EP 3 x PP 2, ZeRO 0": ("experts", 6, parallel(ep=3, pp=2, zero_stage=0)),
     "experts, DP 3, ZeRO 3": ("experts", 3, parallel(zero_stage=3)),
     "first tokens, one": ("first tokens", 1, parallel()),
+    "first tokens, whole experts": (
+        *("first tokens", 4),
+        parallel(ep=4, tp=2, sequence_parallel=True, expert_tensor_parallel_size=1),
+    ),
     "first tokens, EP 2 x TP 2 x PP 2": ("first tokens", 8, parallel(ep=2, tp=2, pp=2)),
     "first tokens, EP 2 x PP 2": ("first tokens", 4, parallel(ep=2, pp=2)),
     "ramp-up, one": ("ramp-up", 1, parallel(zero_stage=0)),
