@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ from megatron_ds.conversion.megatron.write_common import grouped, padded
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
-from tests.interop.core_parts import PARTS, state_of, write
+from tests.interop.core_parts import PARTS, TOKENS, state_of, write
+from tests.interop.core_parts import ROWS as ROWS_OF_PARTS
 from tests.interop.on_cpu import OnCpu, patch_devices
 from tests.tables import tables
 from tests.unit.conversion.models import (
@@ -236,3 +238,32 @@ def test_parts_of_their_models_are_read(core: SimpleNamespace, name: str, tmp_pa
     for folder in folders:
         found = logits(open_megatron(folder).weights(), torch.from_numpy(reference["tokens"]))
         assert np.abs(found.numpy() - reference["logits"]).max() < 1e-5, folder
+
+
+PRE_MLP, FUSED = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if "predictions" not in name])
+def test_their_models_load_exported_parts(core: SimpleNamespace, name: str, tmp_path: Path) -> None:
+    """With every entry asked for and found, none left over, and the values that were saved.
+
+    Predictions have other keys since version 0.17.
+    """
+    theirs = write(PARTS[name], tmp_path / "torch")
+    torch.serialization.clear_safe_globals()
+    write_torch_dist(open_megatron(tmp_path / "torch").weights(), tmp_path / "ours")
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    saved = {key: value.clone() for key, value in theirs.named_parameters()}
+    for parameter in theirs.parameters():
+        parameter.data.zero_()
+    weights = theirs.sharded_state_dict(metadata={"dp_cp_group": dist.group.WORLD})
+    for entry in weights.values():  # with the norms of Transformer Engine's layers
+        swap = (PRE_MLP, FUSED) if name == "latent_yarn" else (FUSED, PRE_MLP)
+        entry.key = entry.key.replace(*swap)
+    folder = str(tmp_path / "ours" / "release")
+    with OnCpu():
+        loaded = core.checkpointing.load({"model": weights}, folder, strict=core.strict)
+    theirs.load_state_dict(loaded["model"], strict=False)
+    for key, value in theirs.named_parameters():
+        rows = TOKENS if value.shape[0] == ROWS_OF_PARTS else None
+        assert torch.equal(value[:rows], saved[key][:rows]), key
