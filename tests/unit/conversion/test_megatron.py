@@ -141,53 +141,8 @@ def test_the_converter_recognizes_the_formats(
 
 
 ROPE = {"position_embedding_type": "rope"}
-CASES: dict[str, tuple[dict[str, Any], Layout]] = {
-    "version 0, TP 2 x PP 2": ({}, Layout(version=0, names="old", tp=2, pp=2)),
-    "version 1, TP 2": ({}, Layout(version=1, names="old", tp=2)),
-    "version 2, TP 4": (
-        {"apply_residual_connection_post_layernorm": True, "qk_l2_norm": True},
-        Layout(
-            version=2,
-            tp=4,
-            arguments={"apply_residual_connection_post_layernorm": True, "qk_l2_norm": True},
-        ),
-    ),
-    "version 3, virtual stages": ({}, Layout(tp=2, pp=2, chunks=2)),
-    "groups and gate, TP 2 x PP 2": (LLAMA, Layout(tp=2, pp=2)),
-    "thirds with groups, TP 2": (LLAMA, Layout(tp=2, thirds=True)),
-    "core names, TP 2 x PP 4": (
-        {**LLAMA, "apply_layernorm_1p": True},
-        Layout(names="core", tp=2, pp=4, arguments={"layernorm_zero_centered_gamma": True}),
-    ),
-    "fused names": ({}, Layout(names="fused", tp=2, pp=2)),
-    "uneven stages": ({}, Layout(stages=(1, 3))),
-    "key-value heads of their own size": (
-        *({**LLAMA, "kv_channels": 6}, Layout(names="core", tp=2)),
-    ),
-    "gate in the second half": (
-        {"activation": "geglu", "position_embedding_type": "alibi", "embed_layernorm": True},
-        Layout(tp=2, files="bigscience pipeline"),
-    ),
-    "bigscience, rotary": (ROPE, Layout(files="bigscience pipeline", tp=2)),
-    "pipeline, untied": (LLAMA, Layout(files="pipeline", tp=2, thirds=True)),
-    "gpt-neox": (
-        {
-            **ROPE,
-            "rotary_percent": 0.5,
-            "gelu_approximation": "none",
-            "parallel_residual": "separate",
-        },
-        Layout(files="neox pipeline", tp=2),
-    ),
-    "gpt-neox, groups and untied": (
-        {"num_query_groups": 2, "untie_embeddings_and_output_weights": True},
-        Layout(files="neox pipeline", tp=2, thirds=True),
-    ),
-    "DeepSpeed, TP 2": (LLAMA, Layout(files="deepspeed", tp=2)),
-    "ZeRO 3": (LLAMA, Layout(files="zero3", tp=2, dp=3)),
-    "all layers as one": (LLAMA, Layout(files="torch_dist")),
-    "one entry per layer": ({}, Layout(files="torch_dist", per_layer=True)),
-    "gate and up apart": (LLAMA, Layout(files="torch_dist", per_layer=True, halves=True)),
+CASES = {
+    name: (model, Layout(**layout)) for name, (model, layout) in TABLES["cases_of_layouts"].items()
 }
 
 
@@ -206,50 +161,9 @@ def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
     assert read.settings.fixed == written.settings.fixed
 
 
-OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
-    "TP 2 x PP 2": (LLAMA, Layout(tp=2, pp=2)),
-    "a copy of the embedding": ({}, Layout(tp=2, pp=2)),
-    "virtual stages": ({}, Layout(version=2, pp=2, chunks=2)),
-    "core names and half precision": (LLAMA, Layout(names="core", pp=2, half=True)),
-    "distributed optimizer": (LLAMA, Layout(tp=2, pp=2, half=True, buffers="coalesced")),
-    "its buckets, core names": ({}, Layout(names="core", pp=2, half=True, buffers="buckets")),
-    "its buckets, fused names and groups": (
-        {**ROPE, "num_query_groups": 2},
-        Layout(names="fused", tp=2, pp=2, half=True, buffers="buckets"),
-    ),
-    "without a pipeline, thirds": (
-        {**ROPE, "num_query_groups": 2},
-        Layout(files="deepspeed", half=True, tp=2, dp=2, thirds=True),
-    ),
-    "its first form": ({}, Layout(tp=2, pp=2, half=True, buffers="packed")),
-    "its virtual stages": ({}, Layout(pp=2, chunks=2, half=True, buffers="coalesced")),
-    "torch_dist in half precision": (LLAMA, Layout(files="torch_dist", half=True)),
-    "DeepSpeed's partitions": (LLAMA, Layout(files="deepspeed", half=True, tp=2, dp=3)),
-    "ZeRO 3": (LLAMA, Layout(files="zero3", half=True, tp=2, dp=3)),
-    "partitions of its pipeline": ({}, Layout(files="pipeline", half=True, tp=2, dp=2)),
-    "TP 2 x PP 2 x DP 2 of its pipeline": (
-        {**ROPE, "num_query_groups": 2},
-        Layout(files="pipeline", half=True, tp=2, pp=2, dp=2, thirds=True),
-    ),
-    "untied, TP 2 x PP 4 x DP 2": (LLAMA, Layout(files="pipeline", half=True, tp=2, pp=4, dp=2)),
-    "gpt-neox's pipeline": (ROPE, Layout(files="neox pipeline", half=True, tp=2, pp=2, dp=2)),
-    "universal, TP 2": (
-        {"num_query_groups": 2},
-        Layout(files="universal", tp=2, half=True, undeclared=frozenset({"replicated"})),
-    ),
-    "universal, thirds and gate of a pipeline": (
-        *(LLAMA, Layout(files="universal pipeline", tp=2, thirds=True)),
-    ),
-    "universal, nothing declared": (
-        LLAMA,
-        Layout(
-            files="universal pipeline", tp=2, thirds=True, undeclared=frozenset({"parts", "rows"})
-        ),
-    ),
-    "partitions of bigscience's": (
-        {"activation": "geglu", "position_embedding_type": "alibi"},
-        Layout(files="bigscience pipeline", half=True, dp=3),
-    ),
+OPTIMIZER_CASES = {
+    name: (model, Layout(**layout))
+    for name, (model, layout) in TABLES["cases_of_optimizers"].items()
 }
 
 
