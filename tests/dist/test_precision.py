@@ -28,29 +28,16 @@ from tests.dist.parity_cases import Case, config_of, ds_file, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, has_proofs, run_jobs, training
 from tests.dist.reference import Samples, Tensors, train_reference
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 LAYOUTS = [(1, 2), (2, 1), (3, 2)]
 """ZeRO stage and tensor-parallel size; `test_layouts.py` has all pairs."""
 OFFLOADED = [(stage, tp, "cpu" if stage == 3 else "none") for stage, tp in LAYOUTS]
 """Stage, tensor-parallel size and device of the parameters; optimizer states are in host memory."""
 
-OFFLOADS = {
-    "nvme-optimizer": Offload(),
-    "nvme": Offload(tp=2, parameters="nvme"),
-    "nvme-pipelined": Offload(
-        accumulation=1,
-        parameters="nvme",
-        zero={
-            "sub_group_size": 8000,
-            "offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True},
-        },
-    ),
-    "nvme-parameters": Offload(optimizer="cpu", parameters="nvme"),
-    "partial": Offload(
-        optimizer="cpu",
-        zero={"sub_group_size": 8000, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-    ),
-}
+OFFLOADS = {name: Offload(**row) for name, row in TABLES["offloads"].items()}
 NEEDS_LIBAIO = [name for name in OFFLOADS if name.startswith("nvme")]
 
 TIMING = [
