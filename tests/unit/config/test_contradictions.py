@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from megatron_ds import schedule_validation
 from megatron_ds.config import GROUPS, Config, ParallelConfig
@@ -16,6 +15,7 @@ from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
 from tests.problems import codes, fields
+from tests.tables import tables
 
 VALID = {
     "num_layers": 2,
@@ -30,16 +30,7 @@ VALID = {
     "lr": 1.0,
 }
 DP_SIZE = 2
-
-
-def _as_tuples(value: Any) -> Any:
-    """A value of the file as options have it."""
-    if isinstance(value, dict):
-        return {key: _as_tuples(each) for key, each in value.items()}
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
-
-
-TABLES = _as_tuples(yaml.safe_load(Path(__file__).with_name("contradictions.yaml").read_text()))
+TABLES = tables(str(Path(__file__).with_name("contradictions")), tuple)
 SETTINGS = TABLES["settings"]
 ROPE, FULL, PARTITIONED = (SETTINGS[name] for name in ("rope", "full", "partitioned"))
 

@@ -24,9 +24,8 @@ def test_loads_are_relative_to_a_uniform_distribution() -> None:
         }
         with log.recording(training=True):
             log.record(values)
-    assert {name: float(value) for name, value in router_metrics(log.take()).items()} == TABLES[
-        "expected"
-    ]
+    metrics = {name: float(value) for name, value in router_metrics(log.take()).items()}
+    assert metrics == TABLES["expected"]
 
 
 def recorded(*layers: dict[str, float]) -> RouterLog:
