@@ -10,10 +10,13 @@ import dataclasses
 import functools
 import math
 import operator
+import tomllib
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import PACKAGE, Problem, option
 
 P = ParamSpec("P")
 Options = TypeVar("Options", bound=Any)
@@ -92,7 +95,8 @@ class OptionSpec:
     """Declaration of a dataclass field that is also a command-line flag.
 
     Attributes:
-        help: Help text. The flags' table adds default, range and aliases.
+        help: Help text. The flags' table adds default, range and aliases. "" for that of the
+            `help.toml` of the folder, below the name of the class.
         flag: Name of the flag, without dashes, if it is not the field's name with `-` for `_`. A
             boolean field whose default is True names its negative flag here
             (`disable-bias-linear`); otherwise it is `no-<name>`.
@@ -114,7 +118,7 @@ class OptionSpec:
         zero_is_off: Whether 0 means None, as where Megatron tests the truth of a value.
     """
 
-    help: str
+    help: str = ""
     _: dataclasses.KW_ONLY
     flag: str | None = None
     aliases: tuple[str, ...] = ()
@@ -208,8 +212,24 @@ def option_fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Option
 
 @functools.cache
 def _option_fields(group: type) -> tuple[tuple[dataclasses.Field[Any], OptionSpec], ...]:
-    fields = dataclasses.fields(group)
-    return tuple((item, item.metadata["option"]) for item in fields if "option" in item.metadata)
+    texts = ChainMap(*(help_texts(base).get(base.__name__, {}) for base in group.__mro__))
+    fields = [item for item in dataclasses.fields(group) if "option" in item.metadata]
+    specs = [item.metadata["option"] for item in fields]
+    return tuple(
+        (item, spec if spec.help else dataclasses.replace(spec, help=texts[item.name]))
+        for item, spec in zip(fields, specs, strict=True)
+    )
+
+
+def help_texts(group: type) -> dict[str, dict[str, str]]:
+    """The help texts of a class and of those in the same folder of the package, by class."""
+    return _read_help_texts(PACKAGE.parent.joinpath(*group.__module__.split(".")[:2]))
+
+
+@functools.cache
+def _read_help_texts(folder: Path) -> dict[str, dict[str, str]]:
+    file = folder / "help.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def field_problems(options: Any, set_names: Collection[str] = ()) -> Iterator[Problem]:

@@ -20,62 +20,22 @@ WINDOW = re.compile(r"\s*[\[(]?\s*(-1|\d+)\s*(,\s*(?:-1|\d+)\s*)?[\])]?\s*")
 class AttentionConfig(LatentConfig):
     """Heads of attention, and the keys that a token attends to."""
 
-    num_query_groups: int | None = size_field(
-        "number of key-value heads for grouped-query attention (default: --num-attention-heads)",
-        aliases=("num-key-value-heads",),
-    )
-    window_size: str | None = option_field(
-        None,
-        "LEFT,RIGHT: a token attends to itself and LEFT tokens before it, -1 for all; RIGHT has no "
-        "effect, because attention is causal. LEFT alone, as in MindSpeed, has no effect if it "
-        "reaches the start of a sequence (default: all)",
-        aliases=("pre-tockens",),
-        metavar="LEFT,RIGHT",
-    )
+    num_query_groups: int | None = size_field(aliases=("num-key-value-heads",))
+    window_size: str | None = option_field(None, aliases=("pre-tockens",), metavar="LEFT,RIGHT")
     window_attn_skip_freq: str | None = option_field(
-        None,
-        "layers without the window: N for every N-th layer, counted from 1, or a list with 0 for "
-        "these layers and 1 for the others, such as ([1]*3+[0])*4",
-        metavar="PATTERN",
-        only_with=when(window_size=ANY_VALUE),
+        None, metavar="PATTERN", only_with=when(window_size=ANY_VALUE)
     )
-    qk_layernorm: bool = option_field(
-        False, "normalize the queries and keys of each head, before they are rotated"
-    )
+    qk_layernorm: bool = option_field(False)
     qk_layernorm_scope: str = option_field(
-        "head",
-        "what --qk-layernorm normalizes together: the queries, or keys, of each head or of all",
-        choices=("head", "all-heads"),
-        only_with=when(qk_layernorm=True),
+        "head", choices=("head", "all-heads"), only_with=when(qk_layernorm=True)
     )
-    qk_l2_norm: bool = option_field(
-        False,
-        "divide the queries and keys of each head by the root of their mean square; no weights",
-    )
-    softmax_scale: float | None = option_field(
-        None, "factor of the attention scores (default: 1 / sqrt(dimension of a head))", above=0
-    )
-    attn_logit_softcapping: float | None = option_field(
-        None,
-        "bound of the attention scores, CAP x tanh(score / CAP) (default: no bound)",
-        above=0,
-        metavar="CAP",
-    )
-    softmax_type: str = option_field(
-        "vanilla",
-        "what the softmax of attention has besides the keys: nothing, the logit 0 (off-by-one), or "
-        "a learned logit of each head (learnable: attention sinks)",
-        choices=("vanilla", "off-by-one", "learnable"),
-    )
-    attention_output_gate: bool = option_field(
-        False, "multiply each element of the heads' outputs by a gate, sigmoid(x W)"
-    )
-    head_wise_attn_gate: bool = option_field(
-        False, "multiply the output of each head by a gate, sigmoid(x W)"
-    )
-    attention_dropout: float = option_field(
-        0.1, "dropout probability of the attention weights", minimum=0, below=1
-    )
+    qk_l2_norm: bool = option_field(False)
+    softmax_scale: float | None = option_field(None, above=0)
+    attn_logit_softcapping: float | None = option_field(None, above=0, metavar="CAP")
+    softmax_type: str = option_field("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    attention_output_gate: bool = option_field(False)
+    head_wise_attn_gate: bool = option_field(False)
+    attention_dropout: float = option_field(0.1, minimum=0, below=1)
 
     @property
     def kv_heads(self) -> int:

@@ -15,50 +15,22 @@ ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
 class FeedForwardConfig(SizesConfig):
     """Feed-forward layers, and bias of the linear layers."""
 
-    ffn_hidden_size: int | None = size_field(
-        "hidden size of the MLP (default: 4 x hidden size; with --swiglu the multiple of 64 below "
-        "8/3 x hidden size)"
-    )
-    activation: str = option_field(
-        "gelu",
-        "activation function of the MLP; the *glu functions are gated: act(gate) * up. Also "
-        "--swiglu, --openai-gelu, --squared-relu, --quick-geglu, --glu-activation X",
-        choices=ACTIVATIONS,
-    )
+    ffn_hidden_size: int | None = size_field()
+    activation: str = option_field("gelu", choices=ACTIVATIONS)
     gelu_approximation: str | None = option_field(
-        None,
-        "approximation of gelu: tanh, as in Megatron's fused kernel, or none (exact, erf); "
-        "default: tanh, or none with --disable-bias-linear, with which Megatron has no such "
-        "kernel, and with geglu",
-        choices=("tanh", "none"),
-        only_with=when(activation=("gelu", "geglu")),
+        None, choices=("tanh", "none"), only_with=when(activation=("gelu", "geglu"))
     )
     activation_func_clamp_value: float | None = option_field(
-        None,
-        "gated activations: largest value of the gate before the function, and largest absolute "
-        "value of what it multiplies (default: no limit)",
-        above=0,
-        only_with=when(activation=GLU_ACTIVATIONS),
+        None, above=0, only_with=when(activation=GLU_ACTIVATIONS)
     )
-    glu_linear_offset: float = option_field(
-        0.0,
-        "gated activations: offset of what the gate multiplies, act(gate) * (up + offset)",
-        only_with=when(activation=GLU_ACTIVATIONS),
-    )
-    add_bias_linear: bool = option_field(
-        True, "disable bias in the linear layers", flag="disable-bias-linear"
-    )
+    glu_linear_offset: float = option_field(0.0, only_with=when(activation=GLU_ACTIVATIONS))
+    add_bias_linear: bool = option_field(True, flag="disable-bias-linear")
     add_attention_bias: bool = option_field(
         True,
-        "no bias in the projections of attention, with one in the MLP",
         flag="disable-attention-bias",
         only_with=Condition({"add_bias_linear": (True,)}, without_flags=True),
     )
-    add_qkv_bias: bool = option_field(
-        False,
-        "keep bias in the QKV projection with --disable-bias-linear",
-        only_with=when(add_bias_linear=False),
-    )
+    add_qkv_bias: bool = option_field(False, only_with=when(add_bias_linear=False))
 
     @property
     def is_gated(self) -> bool:

@@ -28,17 +28,12 @@ REFUSED = {
 class LatentConfig(SizesConfig):
     """Multi-latent attention."""
 
-    multi_latent_attention: bool = option_field(
-        False,
-        "keys and values of all heads are products of one latent vector of a token, and the heads "
-        "share the rotated part of their keys (MLA); --qk-layernorm normalizes the latent vectors, "
-        "--kv-channels has no effect",
-    )
-    q_lora_rank: int | None = _size(None, "size of the queries' latent vector (default: none)")
-    kv_lora_rank: int = _size(32, "size of the latent vector of keys and values")
-    qk_head_dim: int = _size(128, "size of the part of a head's queries and keys without positions")
-    qk_pos_emb_head_dim: int = _size(64, "size of their rotated part")
-    v_head_dim: int = _size(128, "size of a head's values")
+    multi_latent_attention: bool = option_field(False)
+    q_lora_rank: int | None = _size(None)
+    kv_lora_rank: int = _size(32)
+    qk_head_dim: int = _size(128)
+    qk_pos_emb_head_dim: int = _size(64)
+    v_head_dim: int = _size(128)
 
     @property
     def head_dim(self) -> int:

@@ -31,26 +31,10 @@ class ModelConfig(
 ):
     """Architecture of the transformer."""
 
-    hidden_dropout: float = option_field(
-        0.1, "dropout probability before each residual addition", minimum=0, below=1
-    )
-    init_method_std: float = option_field(
-        0.02,
-        "standard deviation of the initial weights; layers that write to the residual stream use "
-        "it / sqrt(2 x layers)",
-        minimum=0,
-    )
-    embedding_init_method_std: float | None = option_field(
-        None,
-        "standard deviation of the initial embeddings, of words and of positions (default: as of "
-        "other weights)",
-        minimum=0,
-    )
-    init_method_xavier_uniform: bool = option_field(
-        False,
-        "draw initial matrices [out, in] uniformly between the signs of sqrt(6 / (out + in)), "
-        "those that write to the residual stream, too",
-    )
+    hidden_dropout: float = option_field(0.1, minimum=0, below=1)
+    init_method_std: float = option_field(0.02, minimum=0)
+    embedding_init_method_std: float | None = option_field(None, minimum=0)
+    init_method_xavier_uniform: bool = option_field(False)
 
     # The following are defined if neither `field_problems` nor `problems` finds anything.
 

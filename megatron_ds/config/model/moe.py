@@ -28,132 +28,43 @@ _size = functools.partial(_of_experts, None, minimum=1)
 class MoEConfig:
     """Mixture of experts: a router sends each token to a few of the feed-forward networks."""
 
-    num_experts: tuple[int, ...] = option_field(
-        (1,),
-        "number of experts in each mixture-of-experts layer; 0 and 1: a dense model",
-        nargs="*",
-        minimum=0,
-    )
-    expert_interval: int = option_field(
-        1,
-        "every N-th layer has experts, counted from 1; the others are dense",
-        minimum=1,
-        only_with=(EXPERTS, WITHOUT_PATTERN),
-    )
-    moe_layer_freq: str | None = _of_experts(
-        None,
-        "layers with experts: N for the first and every N-th after it, or a list with 1 for these "
-        "layers and 0 for dense ones, such as [0]*3+[1]*58 (default: --expert-interval)",
-        metavar="PATTERN",
-    )
-    moe_ffn_hidden_size: int | None = _size("hidden size of an expert (default: --ffn-hidden-size)")
-    moe_latent_size: int | None = _size(
-        "size to which tokens are projected before they are sent to their experts, whose outputs "
-        "are projected back (default: experts read and write the hidden size)"
-    )
-    moe_shared_expert_intermediate_size: int | None = _size(
-        "hidden size of all shared experts together: one feed-forward layer for all tokens, whose "
-        "output is added to the selected experts' (default: none)"
-    )
-    moe_shared_expert_gate: bool = option_field(
-        False,
-        "multiply the shared experts' output by the sigmoid of a learned projection of the token",
-        only_with=(EXPERTS, SHARED),
-    )
-    moe_router_topk: int = _of_experts(
-        2, "number of experts of each token", aliases=("topk",), minimum=1
-    )
-    moe_router_pre_softmax: bool = _of_experts(
-        False,
-        "weigh the selected experts by their probabilities among all experts, not among the "
-        "selected ones; always so with one expert per token",
-    )
-    moe_router_bias: bool = _of_experts(
-        False, "add a learned bias of each expert to the router's logits"
-    )
-    moe_router_score_function: str = _of_experts(
-        "softmax",
-        "scores of a token's experts: softmax of the router's logits, or sigmoid of each, by which "
-        "experts are selected and weighed after division by the selected ones' sum",
-        choices=("softmax", "sigmoid"),
-    )
-    moe_router_enable_expert_bias: bool = _of_experts(
-        False,
-        "select experts by sigmoid scores plus a bias of each expert, which is no parameter: after "
-        "each step it grows or shrinks by --moe-router-bias-update-rate, for experts with fewer or "
-        "more tokens than the mean",
-    )
+    num_experts: tuple[int, ...] = option_field((1,), nargs="*", minimum=0)
+    expert_interval: int = option_field(1, minimum=1, only_with=(EXPERTS, WITHOUT_PATTERN))
+    moe_layer_freq: str | None = _of_experts(None, metavar="PATTERN")
+    moe_ffn_hidden_size: int | None = _size()
+    moe_latent_size: int | None = _size()
+    moe_shared_expert_intermediate_size: int | None = _size()
+    moe_shared_expert_gate: bool = option_field(False, only_with=(EXPERTS, SHARED))
+    moe_router_topk: int = _of_experts(2, aliases=("topk",), minimum=1)
+    moe_router_pre_softmax: bool = _of_experts(False)
+    moe_router_bias: bool = _of_experts(False)
+    moe_router_score_function: str = _of_experts("softmax", choices=("softmax", "sigmoid"))
+    moe_router_enable_expert_bias: bool = _of_experts(False)
     moe_router_bias_update_rate: float = option_field(
-        1e-3,
-        "change of an expert's bias in a step",
-        minimum=0,
-        only_with=(EXPERTS, when(moe_router_enable_expert_bias=True)),
+        1e-3, minimum=0, only_with=(EXPERTS, when(moe_router_enable_expert_bias=True))
     )
-    moe_router_topk_scaling_factor: float | None = _of_experts(
-        None, "factor of the weights of the selected experts (default: 1)", above=0
-    )
-    moe_router_num_groups: int | None = _size(
-        "number of groups of experts, of which a token uses --moe-router-group-topk"
-    )
+    moe_router_topk_scaling_factor: float | None = _of_experts(None, above=0)
+    moe_router_num_groups: int | None = _size()
     moe_router_group_topk: int | None = option_field(
-        None,
-        "number of groups that a token's experts are in: those with the largest sum of their best "
-        "topk / groups scores",
-        minimum=1,
-        only_with=(EXPERTS, when(moe_router_num_groups=ANY_VALUE)),
+        None, minimum=1, only_with=(EXPERTS, when(moe_router_num_groups=ANY_VALUE))
     )
-    moe_router_dtype: str = _of_experts(
-        "fp32", "data type of the router's logits and weights", choices=("fp32", "fp64")
-    )
-    moe_input_jitter_eps: float | None = _of_experts(
-        None,
-        "multiply the router's input by random factors within 1 - EPS and 1 + EPS in training",
-        above=0,
-        below=1,
-        metavar="EPS",
-    )
-    moe_router_force_load_balancing: bool = _of_experts(
-        False, "route by random scores, to measure the speed of balanced experts"
-    )
+    moe_router_dtype: str = _of_experts("fp32", choices=("fp32", "fp64"))
+    moe_input_jitter_eps: float | None = _of_experts(None, above=0, below=1, metavar="EPS")
+    moe_router_force_load_balancing: bool = _of_experts(False)
     moe_router_load_balancing_type: str = _of_experts(
-        "aux_loss",
-        "what the auxiliary loss balances: the experts of a micro-batch (aux_loss), of each "
-        "sequence (seq_aux_loss), or of the global batch so far (global_aux_loss); none: no loss",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        "aux_loss", choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
     )
     moe_aux_loss_coeff: float = option_field(
-        0.0,
-        "coefficient of the load-balancing loss (Switch Transformer), summed over the layers",
-        aliases=("moe-loss-coeff",),
-        minimum=0,
-        only_with=(EXPERTS, BALANCED),
+        0.0, aliases=("moe-loss-coeff",), minimum=0, only_with=(EXPERTS, BALANCED)
     )
-    moe_z_loss_coeff: float = _of_experts(
-        0.0,
-        "coefficient of the router's z-loss, the squared log of the softmax's denominator",
-        minimum=0,
-    )
+    moe_z_loss_coeff: float = _of_experts(0.0, minimum=0)
     moe_expert_capacity_factor: float | None = _of_dropping(
-        None,
-        "tokens that an expert accepts of a micro-batch, relative to an equal distribution; "
-        "further tokens skip the expert (default: no limit)",
-        aliases=("moe-train-capacity-factor",),
-        above=0,
+        None, aliases=("moe-train-capacity-factor",), above=0
     )
-    moe_eval_capacity_factor: float | None = _of_dropping(
-        None, "the same in evaluation (default: --moe-expert-capacity-factor)", above=0
-    )
-    moe_min_capacity: int = _of_dropping(0, "least capacity of an expert, in tokens", minimum=0)
-    moe_token_drop_policy: str = _of_dropping(
-        "probs",
-        "tokens that an expert with too many keeps: those of highest probability, or the first",
-        choices=("probs", "position"),
-    )
-    moe_token_dropping: bool = _of_experts(
-        True,
-        "experts accept all tokens, whatever the capacity factors",
-        flag="disable-moe-token-dropping",
-    )
+    moe_eval_capacity_factor: float | None = _of_dropping(None, above=0)
+    moe_min_capacity: int = _of_dropping(0, minimum=0)
+    moe_token_drop_policy: str = _of_dropping("probs", choices=("probs", "position"))
+    moe_token_dropping: bool = _of_experts(True, flag="disable-moe-token-dropping")
 
     @property
     def experts(self) -> int:

@@ -13,16 +13,9 @@ class NormConfig:
 
     normalization: str = option_field(
         "LayerNorm",
-        "type of normalization",
         choices=("LayerNorm", "RMSNorm"),
         synonyms={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
-    norm_epsilon: float = option_field(
-        1e-5, "epsilon of the normalization", aliases=("layernorm-epsilon",), above=0
-    )
-    apply_layernorm_1p: bool = option_field(
-        False, "norms multiply by 1 + weight; their weights start at 0"
-    )
-    embed_layernorm: bool = option_field(
-        False, "normalize the token embedding, before position embeddings are added"
-    )
+    norm_epsilon: float = option_field(1e-5, aliases=("layernorm-epsilon",), above=0)
+    apply_layernorm_1p: bool = option_field(False)
+    embed_layernorm: bool = option_field(False)

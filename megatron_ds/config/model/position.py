@@ -25,75 +25,32 @@ class PositionConfig(SizesConfig):
 
     position_embedding_type: str = option_field(
         "learned_absolute",
-        "type of position embedding; yarn is rope with the scaling of YaRN",
         choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
         synonyms={"absolute": "learned_absolute", "rotary": "rope"},
     )
-    max_position_embeddings: int | None = size_field(
-        "number of learned position embeddings (default: --seq-length); with --rope-ntk-factor, "
-        "the sequence length before scaling"
-    )
-    rotary_percent: float = _of_rotary(
-        1.0, "fraction of each head that RoPE rotates", above=0, maximum=1
-    )
-    rotary_base: float = _of_rotary(
-        10000.0, "base period of RoPE", aliases=("rotary-position-embeddings-theta",), above=1
-    )
-    rotary_base_per_layer: tuple[float, ...] = _of_rotary(
-        (), "base period of RoPE in each layer (default: --rotary-base)", nargs="*", above=1
-    )
-    rotary_interleaved: bool = _of_rotary(
-        False, "rotate each two neighboring dimensions, as GPT-J, instead of the halves of a head"
-    )
-    no_rope_freq: str = _of_rotary(
-        "0",
-        "layers without positions: N for every N-th layer, counted from 1, 0 for none, or a list "
-        "with 1 for these layers and 0 for the others, such as ([0]*3+[1])*4",
-        metavar="PATTERN",
-    )
-    rotary_seq_len_interpolation_factor: float = option_field(
-        1.0, "divide the positions of RoPE by this factor", minimum=1, only_with=ROPE
-    )
-    use_rope_scaling: bool = option_field(
-        False, "scale RoPE as Llama 3.1 does, from 8192 tokens", only_with=ROPE
-    )
+    max_position_embeddings: int | None = size_field()
+    rotary_percent: float = _of_rotary(1.0, above=0, maximum=1)
+    rotary_base: float = _of_rotary(10000.0, aliases=("rotary-position-embeddings-theta",), above=1)
+    rotary_base_per_layer: tuple[float, ...] = _of_rotary((), nargs="*", above=1)
+    rotary_interleaved: bool = _of_rotary(False)
+    no_rope_freq: str = _of_rotary("0", metavar="PATTERN")
+    rotary_seq_len_interpolation_factor: float = option_field(1.0, minimum=1, only_with=ROPE)
+    use_rope_scaling: bool = option_field(False, only_with=ROPE)
     rope_scaling_factor: float = option_field(
-        8.0,
-        "factor of --use-rope-scaling",
-        minimum=1,
-        only_with=(ROPE, when(use_rope_scaling=True)),
+        8.0, minimum=1, only_with=(ROPE, when(use_rope_scaling=True))
     )
     rope_ntk_factor: float | None = option_field(
-        None,
-        "factor of dynamic NTK scaling: raise the base of RoPE as far as --seq-length exceeds "
-        "--max-position-embeddings",
-        minimum=1,
-        only_with=(ROPE, when(max_position_embeddings=ANY_VALUE)),
+        None, minimum=1, only_with=(ROPE, when(max_position_embeddings=ANY_VALUE))
     )
-    rotary_scaling_factor: float = _of_yarn(1.0, "factor of YaRN", minimum=1)
-    yarn_original_max_position_embeddings: int | None = _of_yarn(
-        None, "sequence length before the scaling of YaRN", minimum=1
-    )
-    yarn_beta_fast: float = _of_yarn(
-        32.0, "rotations in this length from which on YaRN keeps a dimension", above=0
-    )
-    yarn_beta_slow: float = _of_yarn(
-        1.0, "rotations in this length up to which YaRN slows a dimension by its factor", above=0
-    )
-    yarn_correction_range_round_to_int: bool = _of_yarn(
-        True, "do not round the dimensions between which YaRN interpolates"
-    )
-    mscale: float = _of_yarn(
-        1.0,
-        "YaRN multiplies rotated queries and keys by m(--mscale) / m(--mscale-all-dim), where "
-        "m(x) = 0.1 x ln(--rotary-scaling-factor) + 1",
-        minimum=0,
-    )
-    mscale_all_dim: float = _of_yarn(0.0, "see --mscale", minimum=0)
+    rotary_scaling_factor: float = _of_yarn(1.0, minimum=1)
+    yarn_original_max_position_embeddings: int | None = _of_yarn(None, minimum=1)
+    yarn_beta_fast: float = _of_yarn(32.0, above=0)
+    yarn_beta_slow: float = _of_yarn(1.0, above=0)
+    yarn_correction_range_round_to_int: bool = _of_yarn(True)
+    mscale: float = _of_yarn(1.0, minimum=0)
+    mscale_all_dim: float = _of_yarn(0.0, minimum=0)
     rope_scaling_layers: str = option_field(
         "1",
-        "layers whose rotary positions are scaled: N for every N-th layer, counted from 1, or a "
-        "list with 1 for these layers and 0 for the others",
         metavar="PATTERN",
         only_with=(
             when(position_embedding_type=ROTARY),

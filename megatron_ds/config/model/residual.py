@@ -17,30 +17,13 @@ _multiplier = functools.partial(option_field, 1.0, above=0)
 class ResidualConfig:
     """Residual stream."""
 
-    norm_position: str = option_field(
-        "before",
-        "norms of attention and MLP f: before is x + f(norm(x)); after, norm(x + f(x)); both, "
-        "x + norm(f(norm(x))); reordered, x + norm(f(x))",
-        choices=NORM_POSITIONS,
-    )
-    parallel_residual: str | None = option_field(
-        None,
-        "attention and MLP both read the input of the layer: separate is x + attention(norm1(x)) "
-        "+ mlp(norm2(x)), shared has one norm (default: the MLP reads what attention was added to)",
-        choices=("separate", "shared"),
-    )
-    apply_residual_connection_post_layernorm: bool = option_field(
-        False,
-        "add the output of attention and MLP to the norm that they read: norm(x) + f(norm(x))",
-    )
-    fp32_residual_connection: bool = option_field(
-        False, "keep the hidden states between attention and MLP in fp32, whatever the data type"
-    )
-    embedding_multiplier: float = _multiplier("factor of the embedding's output")
-    residual_multiplier: float = _multiplier(
-        "factor of what attention and MLP add to the hidden states"
-    )
-    logits_multiplier: float = _multiplier("factor of the logits")
+    norm_position: str = option_field("before", choices=NORM_POSITIONS)
+    parallel_residual: str | None = option_field(None, choices=("separate", "shared"))
+    apply_residual_connection_post_layernorm: bool = option_field(False)
+    fp32_residual_connection: bool = option_field(False)
+    embedding_multiplier: float = _multiplier()
+    residual_multiplier: float = _multiplier()
+    logits_multiplier: float = _multiplier()
 
     def residual_problems(self) -> Iterator[Problem]:
         """Check that at most one option changes the form of a layer, and what fp32 needs."""

@@ -16,15 +16,11 @@ size_field = functools.partial(option_field, None, minimum=1)
 class SizesConfig:
     """Sizes of the transformer."""
 
-    num_layers: int = _required_size(
-        "number of transformer layers", aliases=("encoder-num-layers",)
-    )
-    hidden_size: int = _required_size("hidden size")
-    num_attention_heads: int = _required_size("number of attention heads")
-    kv_channels: int | None = size_field(
-        "dimension of each attention head (default: hidden size / heads)"
-    )
-    seq_length: int = _required_size("sequence length in tokens", aliases=("encoder-seq-length",))
+    num_layers: int = _required_size(aliases=("encoder-num-layers",))
+    hidden_size: int = _required_size()
+    num_attention_heads: int = _required_size()
+    kv_channels: int | None = size_field()
+    seq_length: int = _required_size(aliases=("encoder-seq-length",))
 
     @property
     def head_dim(self) -> int:

@@ -15,42 +15,14 @@ from megatron_ds.config.problems import Problem
 class VocabularyConfig:
     """Embedding table and output layer."""
 
-    untie_embeddings_and_output_weights: bool = option_field(
-        False, "do not share the weights of embedding and output layer"
-    )
-    output_layer_bias: bool = option_field(False, "add a bias to the logits, one for each token id")
-    make_vocab_size_divisible_by: int = option_field(
-        128,
-        "pad the vocabulary to a multiple of this value and of the tensor-parallel size",
-        minimum=1,
-    )
-    pad_vocab_size_to: int | None = size_field(
-        "rows of the embedding table, at least the vocabulary size and a multiple of the "
-        "tensor-parallel size; replaces --make-vocab-size-divisible-by",
-        aliases=("padded-vocab-size",),
-    )
-    vocab_size: int = option_field(
-        UNSET_INT,
-        "vocabulary size of NullTokenizer or TikTokenizer (default: the tokenizer's)",
-        minimum=1,
-    )
-    softmax_vocab_size: int | None = size_field(
-        "rows of the output layer over which the loss normalizes, if more than the vocabulary: a "
-        "run of Megatron includes its padding (default: the vocabulary; when such a run is "
-        "continued, the rows of its checkpoint)"
-    )
-    final_logit_softcapping: float | None = option_field(
-        None,
-        "bound of the logits, CAP x tanh(logit / CAP) (default: no bound)",
-        above=0,
-        metavar="CAP",
-    )
-    z_loss_coeff: float = option_field(
-        0.0,
-        "coefficient of the z-loss, the squared logarithm of the softmax's denominator of each "
-        "token; the logged loss is without it",
-        minimum=0,
-    )
+    untie_embeddings_and_output_weights: bool = option_field(False)
+    output_layer_bias: bool = option_field(False)
+    make_vocab_size_divisible_by: int = option_field(128, minimum=1)
+    pad_vocab_size_to: int | None = size_field(aliases=("padded-vocab-size",))
+    vocab_size: int = option_field(UNSET_INT, minimum=1)
+    softmax_vocab_size: int | None = size_field()
+    final_logit_softcapping: float | None = option_field(None, above=0, metavar="CAP")
+    z_loss_coeff: float = option_field(0.0, minimum=0)
 
     @property
     def softmax_rows(self) -> int:

@@ -32,47 +32,17 @@ class FileTask(NamedTuple):
 class EvaluationConfig:
     """Evaluation: validation and test, tasks and files."""
 
-    eval_interval: int | None = option_field(
-        1000, "number of iterations between validations", minimum=1, zero_is_off=True
-    )
-    eval_iters: int = option_field(
-        100, "number of global batches per validation and test; 0 disables them", minimum=0
-    )
-    skip_train: bool = option_field(False, "skip training; only evaluate on validation and test")
-    eval_tasks: tuple[str, ...] | None = option_field(
-        None,
-        "tasks that are evaluated during training: names of lm-evaluation-harness, separated by "
-        "commas or spaces, and perplexity=FILE, WIKITEXT103=FILE or LAMBADA=FILE",
-        nargs="*",
-        metavar="TASK",
-    )
-    eval_tasks_interval: int | None = _of_eval_tasks(
-        None,
-        "number of iterations between evaluations of --eval-tasks (default: --eval-interval)",
-        minimum=1,
-    )
-    eval_tasks_include_path: tuple[str, ...] = _of_eval_tasks(
-        (), "folders with tasks of your own (YAML) for --eval-tasks", nargs="*", metavar="FOLDER"
-    )
-    eval_tasks_num_fewshot: int | None = _of_eval_tasks(
-        None, "examples before each question of --eval-tasks (default: the task's)", minimum=0
-    )
-    eval_tasks_limit: int | None = _of_eval_tasks(
-        None, "questions of each of --eval-tasks (default: all)", minimum=1
-    )
-    eval_only: tuple[str, ...] | None = option_field(
-        None,
-        "skip training; evaluate the loss of these files, in the formats of tools/evaluate.py, and "
-        "no other data",
-        nargs="*",
-        metavar="FILE",
-    )
+    eval_interval: int | None = option_field(1000, minimum=1, zero_is_off=True)
+    eval_iters: int = option_field(100, minimum=0)
+    skip_train: bool = option_field(False)
+    eval_tasks: tuple[str, ...] | None = option_field(None, nargs="*", metavar="TASK")
+    eval_tasks_interval: int | None = _of_eval_tasks(None, minimum=1)
+    eval_tasks_include_path: tuple[str, ...] = _of_eval_tasks((), nargs="*", metavar="FOLDER")
+    eval_tasks_num_fewshot: int | None = _of_eval_tasks(None, minimum=0)
+    eval_tasks_limit: int | None = _of_eval_tasks(None, minimum=1)
+    eval_only: tuple[str, ...] | None = option_field(None, nargs="*", metavar="FILE")
     overlapping_eval: int = option_field(
-        32,
-        "tokens by which a window of --eval-only and of --eval-tasks with a file is moved, as in "
-        "tools/evaluate.py",
-        minimum=1,
-        only_with=when(eval_tasks=ANY_VALUE, eval_only=ANY_VALUE),
+        32, minimum=1, only_with=when(eval_tasks=ANY_VALUE, eval_only=ANY_VALUE)
     )
 
     @property

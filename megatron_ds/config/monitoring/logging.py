@@ -19,90 +19,37 @@ _tensorboard = functools.partial(option_field, only_with=when(tensorboard_dir=AN
 class LoggingConfig:
     """The log, and the files and services that records are written to."""
 
-    log_interval: int = option_field(100, "number of iterations between log lines", minimum=1)
-    log_format: str = option_field(
-        "auto",
-        "log lines: all fields of Megatron's (megatron), or those that a person follows (short); "
-        "auto: short on a terminal",
-        choices=("auto", "megatron", "short"),
-    )
-    print_arguments: bool = option_field(False, "print all arguments at the start")
-    tensorboard_dir: str | None = option_field(
-        None, "folder for TensorBoard logs (default: no TensorBoard logs)", metavar="FOLDER"
-    )
-    tensorboard_queue_size: int = _tensorboard(
-        1000, "maximum number of pending TensorBoard events before a flush", minimum=1
-    )
-    tensorboard_log_interval: int = _tensorboard(
-        1, "number of iterations between TensorBoard events", minimum=1
-    )
-    log_timers_to_tensorboard: bool = _tensorboard(
-        False, "log iteration times and throughput to TensorBoard"
-    )
-    log_batch_size_to_tensorboard: bool = _tensorboard(
-        False, "log the global batch size to TensorBoard"
-    )
+    log_interval: int = option_field(100, minimum=1)
+    log_format: str = option_field("auto", choices=("auto", "megatron", "short"))
+    print_arguments: bool = option_field(False)
+    tensorboard_dir: str | None = option_field(None, metavar="FOLDER")
+    tensorboard_queue_size: int = _tensorboard(1000, minimum=1)
+    tensorboard_log_interval: int = _tensorboard(1, minimum=1)
+    log_timers_to_tensorboard: bool = _tensorboard(False)
+    log_batch_size_to_tensorboard: bool = _tensorboard(False)
     log_learning_rate_to_tensorboard: bool = _tensorboard(
-        True,
-        "do not log the learning rate to TensorBoard",
-        aliases=("no-log-learnig-rate-to-tensorboard",),
+        True, aliases=("no-log-learnig-rate-to-tensorboard",)
     )
-    log_loss_scale_to_tensorboard: bool = _tensorboard(
-        True, "do not log the loss scale to TensorBoard"
-    )
-    log_validation_ppl_to_tensorboard: bool = _tensorboard(
-        False, "log the validation perplexity to TensorBoard"
-    )
-    log_world_size_to_tensorboard: bool = _tensorboard(
-        False, "log the number of processes to TensorBoard"
-    )
-    log_memory_to_tensorboard: bool = _tensorboard(False, "log device memory to TensorBoard")
-    log_dir: str | None = option_field(
-        None, "folder for a log file of each rank (default: none)", metavar="FOLDER"
-    )
-    log_params_norm: bool = option_field(
-        False, "log the norm of all parameters to the console and TensorBoard"
-    )
-    log_num_zeros_in_grad: bool = option_field(
-        False, "log the number of zeros in the gradient of all parameters"
-    )
-    log_max_attention_logit: bool = option_field(
-        False, "log the largest attention logit, which needs a further product in every layer"
-    )
-    log_layer_norms_interval: int | None = option_field(
-        None,
-        "number of iterations between norms of each layer: of its gradient, of its parameters, and "
-        "of their update relative to them (default: none)",
-        minimum=1,
-    )
-    metrics_jsonl: str | None = option_field(
-        None,
-        "file for metrics, one JSON record per step (default: metrics.jsonl in --save, if given)",
-        metavar="FILE",
-    )
-    metrics_csv: str | None = option_field(
-        None, "file for metrics as a table, one row per step (default: none)", metavar="FILE"
-    )
-    wandb_project: str | None = option_field(
-        None, "project of Weights & Biases to log to (default: none)", metavar="NAME"
-    )
+    log_loss_scale_to_tensorboard: bool = _tensorboard(True)
+    log_validation_ppl_to_tensorboard: bool = _tensorboard(False)
+    log_world_size_to_tensorboard: bool = _tensorboard(False)
+    log_memory_to_tensorboard: bool = _tensorboard(False)
+    log_dir: str | None = option_field(None, metavar="FOLDER")
+    log_params_norm: bool = option_field(False)
+    log_num_zeros_in_grad: bool = option_field(False)
+    log_max_attention_logit: bool = option_field(False)
+    log_layer_norms_interval: int | None = option_field(None, minimum=1)
+    metrics_jsonl: str | None = option_field(None, metavar="FILE")
+    metrics_csv: str | None = option_field(None, metavar="FILE")
+    wandb_project: str | None = option_field(None, metavar="NAME")
     wandb_exp_name: str | None = option_field(
-        None,
-        "name of the run in Weights & Biases (default: a random one)",
-        metavar="NAME",
-        only_with=when(wandb_project=ANY_VALUE),
+        None, metavar="NAME", only_with=when(wandb_project=ANY_VALUE)
     )
     wandb_entity: str | None = option_field(
-        None,
-        "user or team of the project in Weights & Biases (default: as of wandb)",
-        metavar="NAME",
-        only_with=when(wandb_project=ANY_VALUE),
+        None, metavar="NAME", only_with=when(wandb_project=ANY_VALUE)
     )
     wandb_save_dir: str | None = option_field(
-        None,
-        "folder for the files of Weights & Biases (default: wandb in --save, if given)",
-        metavar="FOLDER",
-        only_with=when(wandb_project=ANY_VALUE),
+        None, metavar="FOLDER", only_with=when(wandb_project=ANY_VALUE)
     )
 
     @property

@@ -18,41 +18,17 @@ class ProfilingConfig:
     """Profiles of steps, times of their parts and comparison of the ranks."""
 
     log_straggler: bool = option_field(
-        False,
-        "log the times of the ranks without communication, and name the slowest ranks and hosts",
-        only_with=Condition({"compile": (False,)}, without_flags=True),
+        False, only_with=Condition({"compile": (False,)}, without_flags=True)
     )
-    straggler_minmax_count: int = option_field(
-        1,
-        "number of slowest ranks that --log-straggler names",
-        minimum=1,
-        only_with=when(log_straggler=True),
-    )
-    profile: bool = option_field(
-        False, "trace some steps with torch.profiler, and summarize their time and memory"
-    )
-    profile_step_start: int = _profile(10, "iteration after which the profile begins", minimum=0)
-    profile_step_end: int = _profile(12, "last iteration of the profile", minimum=1)
-    profile_ranks: tuple[int, ...] = _profile(
-        (0,), "global ranks that are profiled", nargs="*", minimum=0
-    )
-    profile_dir: str | None = _profile(
-        None,
-        "folder for profiles (default: profile in --tensorboard-dir or else in --save)",
-        metavar="FOLDER",
-    )
-    timing_log_level: int = option_field(
-        0,
-        "times in the log: of complete steps (0), also of passes, optimizer and communication (1), "
-        "also of each kind of collective (2)",
-        minimum=0,
-        maximum=2,
-    )
+    straggler_minmax_count: int = option_field(1, minimum=1, only_with=when(log_straggler=True))
+    profile: bool = option_field(False)
+    profile_step_start: int = _profile(10, minimum=0)
+    profile_step_end: int = _profile(12, minimum=1)
+    profile_ranks: tuple[int, ...] = _profile((0,), nargs="*", minimum=0)
+    profile_dir: str | None = _profile(None, metavar="FOLDER")
+    timing_log_level: int = option_field(0, minimum=0, maximum=2)
     timing_log_option: str = option_field(
-        "minmax",
-        "times of which ranks are logged: the largest, the smallest and the largest, or all",
-        choices=("max", "minmax", "all"),
-        only_with=when(timing_log_level=NON_ZERO),
+        "minmax", choices=("max", "minmax", "all"), only_with=when(timing_log_level=NON_ZERO)
     )
 
     @property

@@ -11,15 +11,6 @@ from megatron_ds.config.fields import option_field
 class StoppingConfig:
     """Conditions that end a run early, after a save."""
 
-    exit_interval: int | None = option_field(
-        None,
-        "save and exit when the iteration is divisible by this value",
-        minimum=1,
-        zero_is_off=True,
-    )
-    exit_duration_in_mins: float | None = option_field(
-        None, "save and exit after this many minutes", above=0, zero_is_off=True
-    )
-    kill_switch_path: str | None = option_field(
-        None, "save and exit when this file exists", aliases=("kill-switch-file",), metavar="FILE"
-    )
+    exit_interval: int | None = option_field(None, minimum=1, zero_is_off=True)
+    exit_duration_in_mins: float | None = option_field(None, above=0, zero_is_off=True)
+    kill_switch_path: str | None = option_field(None, aliases=("kill-switch-file",), metavar="FILE")

@@ -65,125 +65,35 @@ _of_load = functools.partial(option_field, only_with=LOAD)
 class CheckpointConfig:
     """Saving and loading of checkpoints."""
 
-    save: str | None = _folder("output folder for checkpoints, or a URL such as s3://BUCKET/FOLDER")
-    load: str | None = _folder(
-        "folder of checkpoints to resume from; if it has none, training starts from scratch. Or "
-        "weights to start from, in any format of tools/convert_checkpoint.py: hf:FOLDER is a model "
-        "of Hugging Face, hf:OWNER/NAME one on the Hub. Options of the model that are not given "
-        "are then its own. The folder may be a URL such as s3://BUCKET/FOLDER"
-    )
-    checkpoint_staging_dir: str | None = _folder(
-        "folder of each host for the files of checkpoints whose --save or --load is a URL; "
-        "environment variables in it are expanded (default: below the folder for temporary files)"
-    )
-    local_checkpoint_dir: str | None = _folder(
-        "folder on the disk of each node for frequent checkpoints, each with a copy on the next "
-        "node; a run continues from the newest one if it is newer than that of --load. "
-        "Environment variables in it are expanded",
-        only_with=SAVE,
-    )
-    local_save_interval: int | None = _count(
-        "number of iterations between checkpoints in --local-checkpoint-dir",
-        only_with=when(local_checkpoint_dir=ANY_VALUE),
-    )
-    save_interval: int | None = _count(
-        "number of iterations between checkpoints; the last iteration is always saved",
-        zero_is_off=True,
-        only_with=SAVE,
-    )
-    save_interval_minutes: float | None = _of_save(
-        None, "also save when this many minutes have passed since the last save began", above=0
-    )
-    async_save: bool = _of_save(
-        False,
-        "write checkpoints while training continues, which stops only for a copy of the states "
-        "to host memory; the last checkpoint of a run is written as without this flag",
-    )
-    keep_last: int | None = _count(
-        "number of checkpoints to keep in --save; older ones are removed after each complete save "
-        "(default: all)",
-        only_with=SAVE,
-    )
-    keep_every: int | None = _count(
-        "of the older checkpoints, also keep those of iterations that are multiples of this number",
-        only_with=when(keep_last=ANY_VALUE),
-    )
-    on_save_error: str = option_field(
-        "continue",
-        "what to do when saving fails: continue training until the next checkpoint, or exit. If "
-        "the final checkpoint fails, the run always exits with an error",
-        choices=("continue", "exit"),
-    )
-    ckpt_step: int | None = _count(
-        "iteration of the checkpoint to load (default: the one that the file `latest` names)",
-        only_with=LOAD,
-    )
-    load_tag: str | None = _of_load(
-        None,
-        "name of the checkpoint to load, global_stepN, as DeepSpeed's tags; `latest` is ignored",
-        metavar="TAG",
-    )
-    on_damaged_checkpoint: str = option_field(
-        "fallback",
-        "what to do when the checkpoint to load is damaged: load the one before it, or exit",
-        choices=("fallback", "error"),
-    )
-    finetune: bool = _of_load(
-        False,
-        "start a new run from the weights of --load: at iteration 0, with new states of the "
-        "optimizer, and with any data",
-    )
-    no_load_optim: bool = _of_load(
-        False,
-        "load the weights and the progress of the run, but not the states of the optimizer, which "
-        "may be another one",
-    )
-    universal_checkpoint: bool = _of_load(
-        False,
-        "load the universal checkpoint that the file `latest_universal` names, unless --load has a "
-        "checkpoint of a later iteration. Checkpoints of other layouts need no conversion",
-    )
-    no_save_optim: bool = _of_save(
-        False,
-        "save the weights and their fp32 master copy, but not the other states of the optimizer; a "
-        "run then continues with --no-load-optim or --finetune only",
-    )
-    reset_iteration: bool = _of_load(
-        False,
-        "start a new run from the weights and optimizer states of --load: at iteration 0, with the "
-        "first samples of any data. The position in the learning rate schedule is kept",
-    )
-    pretrained_checkpoint: str | None = _folder(
-        "folder of weights for --finetune, which is loaded if --load has no checkpoint yet; in any "
-        "format of --load"
-    )
-    use_checkpoint_args: bool = _of_load(
-        False,
-        "take the options of the model from the checkpoint to load, even over flags, except for "
-        "given ones that a resume may change, such as --seq-length and dropout",
-    )
+    save: str | None = _folder()
+    load: str | None = _folder()
+    checkpoint_staging_dir: str | None = _folder()
+    local_checkpoint_dir: str | None = _folder(only_with=SAVE)
+    local_save_interval: int | None = _count(only_with=when(local_checkpoint_dir=ANY_VALUE))
+    save_interval: int | None = _count(zero_is_off=True, only_with=SAVE)
+    save_interval_minutes: float | None = _of_save(None, above=0)
+    async_save: bool = _of_save(False)
+    keep_last: int | None = _count(only_with=SAVE)
+    keep_every: int | None = _count(only_with=when(keep_last=ANY_VALUE))
+    on_save_error: str = option_field("continue", choices=("continue", "exit"))
+    ckpt_step: int | None = _count(only_with=LOAD)
+    load_tag: str | None = _of_load(None, metavar="TAG")
+    on_damaged_checkpoint: str = option_field("fallback", choices=("fallback", "error"))
+    finetune: bool = _of_load(False)
+    no_load_optim: bool = _of_load(False)
+    universal_checkpoint: bool = _of_load(False)
+    no_save_optim: bool = _of_save(False)
+    reset_iteration: bool = _of_load(False)
+    pretrained_checkpoint: str | None = _folder()
+    use_checkpoint_args: bool = _of_load(False)
     override_opt_param_scheduler: bool = _of_load(
-        False,
-        "schedule learning rate and weight decay by the command line, without a warning of what "
-        "differs from the checkpoint",
-        flag="override-opt_param-scheduler",
-        aliases=("override-lr-scheduler",),
+        False, flag="override-opt_param-scheduler", aliases=("override-lr-scheduler",)
     )
-    override_rope: bool = _of_load(
-        False,
-        "continue with the base and the scaling of rotary positions of the command line, where "
-        "they differ from the checkpoint's, as for longer sequences",
-    )
+    override_rope: bool = _of_load(False)
     use_checkpoint_opt_param_scheduler: bool = _of_load(
-        False,
-        "schedule learning rate and weight decay as the run that saved the checkpoint, even over "
-        "flags",
-        flag="use-checkpoint-opt_param-scheduler",
-        aliases=("use-checkpoint-lr-scheduler",),
+        False, flag="use-checkpoint-opt_param-scheduler", aliases=("use-checkpoint-lr-scheduler",)
     )
-    exit_on_missing_checkpoint: bool = _of_load(
-        False, "exit with an error if --load has no checkpoint"
-    )
+    exit_on_missing_checkpoint: bool = _of_load(False)
 
     @property
     def step(self) -> int | None:

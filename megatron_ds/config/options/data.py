@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import exclusive_problem, no_effect_problem, option_field, when
@@ -33,151 +32,55 @@ EPOCHS = "train_data_exact_num_epochs"
 _paths = functools.partial(option_field, None, nargs="*", metavar="PATH")
 _groups = functools.partial(option_field, None, nargs="*", metavar="GROUP")
 _file = functools.partial(option_field, None, metavar="FILE")
-_fim = functools.partial(option_field, None, only_with=when(fim_data=True))
-
-
-def _fim_token(default: str, where: str) -> Any:
-    return option_field(default, f"token {where}", metavar="TOKEN", only_with=when(fim_data=True))
+_fim = functools.partial(option_field, only_with=when(fim_data=True))
+_fim_token = functools.partial(_fim, metavar="TOKEN")
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Training data and how it is read."""
 
-    data_path: tuple[str, ...] | None = _paths(
-        "prefix of a .bin/.idx pair, several prefixes (weighted by their size), or WEIGHT PREFIX "
-        "WEIGHT PREFIX ...; a prefix may be a URL such as s3://BUCKET/PREFIX"
-    )
-    split: str | None = option_field(
-        None,
-        "proportions of --data-path used for training, validation and test (default: 969,30,1)",
-        metavar="A,B,C",
-    )
+    data_path: tuple[str, ...] | None = _paths()
+    split: str | None = option_field(None, metavar="A,B,C")
     split_rounding: str = option_field(
-        "megatron-deepspeed",
-        "rule that rounds --split to documents: that of the Megatron-DeepSpeed forks and older "
-        "Megatron-LM, or that of Megatron Core",
-        choices=("megatron-deepspeed", "megatron-core"),
+        "megatron-deepspeed", choices=("megatron-deepspeed", "megatron-core")
     )
-    blend_order: str = option_field(
-        "fair",
-        "order of the samples of a blend: fair keeps every file within one sample of its weight; "
-        "megatron is Megatron Core's order, and megatron-deepspeed that of the Megatron-DeepSpeed "
-        "forks and older Megatron-LM",
-        choices=("fair", "megatron", "megatron-deepspeed"),
-    )
-    train_data_path: tuple[str, ...] | None = _paths("training data, as --data-path")
-    valid_data_path: tuple[str, ...] | None = _paths("validation data, as --data-path")
-    test_data_path: tuple[str, ...] | None = _paths("test data, as --data-path")
-    data_args_path: str | None = _file(
-        "file with the values of --data-path, separated by whitespace"
-    )
-    per_split_data_args_path: str | None = _file(
-        "JSON file with the keys train, valid and test: the values of --train-, --valid- and "
-        "--test-data-path"
-    )
-    train_weighted_split_paths: tuple[str, ...] | None = _groups(
-        'training data as one group "NAME: WEIGHT START:END PREFIX, ..."; START:END is a range of '
-        "documents as fractions of the file, such as 0:0.95"
-    )
-    valid_weighted_split_paths: tuple[str, ...] | None = _groups(
-        "validation data as groups of the same form; each group is evaluated and logged under its "
-        "name"
-    )
-    test_weighted_split_paths: tuple[str, ...] | None = _groups(
-        "test data as groups of the same form"
-    )
-    train_weighted_split_paths_path: str | None = _file(
-        "file with the values of --train-weighted-split-paths, each group in quotes"
-    )
-    valid_weighted_split_paths_path: str | None = _file(
-        "file with the values of --valid-weighted-split-paths, each group in quotes"
-    )
-    test_weighted_split_paths_path: str | None = _file(
-        "file with the values of --test-weighted-split-paths, each group in quotes"
-    )
-    dataloader_type: str = option_field(
-        "single",
-        "order of the samples: single shuffles the documents of all epochs and the samples; cyclic "
-        "repeats the samples of the first epoch, shuffled in each epoch",
-        choices=("single", "cyclic"),
-    )
-    train_data_exact_num_epochs: int | None = option_field(
-        None,
-        "train on so many epochs of the data, from which the length of the run follows",
-        minimum=1,
-    )
-    fim_data: bool = option_field(
-        False,
-        "fill in the middle: move the middle of documents behind their prefix and suffix",
-    )
-    fim_rate: float | None = _fim(
-        "probability that a document is transformed (default: 0.5)", minimum=0, maximum=1
-    )
-    fim_spm_rate: float = option_field(
-        0.5,
-        "probability that a transformed document begins with its suffix",
-        minimum=0,
-        maximum=1,
-        only_with=when(fim_data=True),
-    )
-    fim_split_sample: str | None = _fim(
-        "token between the fragments of a document, such as the files of a repository, which are "
-        "transformed separately",
-        metavar="TOKEN",
-    )
-    fim_fragment_rate: float | None = _fim(
-        "probability that a fragment of a document is transformed", minimum=0, maximum=1
-    )
-    fim_no_prefix: str | None = _fim(
-        "documents and fragments that begin with this text are not transformed", metavar="TEXT"
-    )
-    fim_prefix_token: str = _fim_token("<fim_prefix>", "before the prefix")
-    fim_suffix_token: str = _fim_token("<fim_suffix>", "before the suffix")
-    fim_middle_token: str = _fim_token("<fim_middle>", "before the middle")
-    fim_pad_token: str = _fim_token("<fim_pad>", "after a sample that has become shorter")
-    fim_eod_token: str | None = _fim(
-        "token that ends documents (default: that of the tokenizer)", metavar="TOKEN"
-    )
-    mock_data: bool = option_field(
-        False, "train on random tokens instead of token files; the tokenizer gives their range"
-    )
-    data_cache_path: str | None = option_field(
-        None,
-        "folder of the index cache (default: index-cache next to the data, or in --save if the "
-        "data's folder is read-only)",
-        metavar="FOLDER",
-    )
-    object_storage_cache_path: str | None = option_field(
-        None,
-        "folder of each node for the parts that were read of token files whose prefix is a URL; "
-        "environment variables in it are expanded (default: below the folder for temporary files)",
-        metavar="FOLDER",
-    )
-    object_storage_cache_gb: float | None = option_field(
-        None,
-        "size that this folder may have, in 10^9 bytes (default: 50, or half of the disk's free "
-        "space if that is less)",
-        above=0,
-        metavar="GB",
-    )
-    num_workers: int = option_field(
-        2, "number of data loader processes; 0 loads in the training process", minimum=0
-    )
-    mmap_warmup: bool = option_field(
-        False, "read the token files at startup to warm up the page cache"
-    )
+    blend_order: str = option_field("fair", choices=("fair", "megatron", "megatron-deepspeed"))
+    train_data_path: tuple[str, ...] | None = _paths()
+    valid_data_path: tuple[str, ...] | None = _paths()
+    test_data_path: tuple[str, ...] | None = _paths()
+    data_args_path: str | None = _file()
+    per_split_data_args_path: str | None = _file()
+    train_weighted_split_paths: tuple[str, ...] | None = _groups()
+    valid_weighted_split_paths: tuple[str, ...] | None = _groups()
+    test_weighted_split_paths: tuple[str, ...] | None = _groups()
+    train_weighted_split_paths_path: str | None = _file()
+    valid_weighted_split_paths_path: str | None = _file()
+    test_weighted_split_paths_path: str | None = _file()
+    dataloader_type: str = option_field("single", choices=("single", "cyclic"))
+    train_data_exact_num_epochs: int | None = option_field(None, minimum=1)
+    fim_data: bool = option_field(False)
+    fim_rate: float | None = _fim(None, minimum=0, maximum=1)
+    fim_spm_rate: float = option_field(0.5, minimum=0, maximum=1, only_with=when(fim_data=True))
+    fim_split_sample: str | None = _fim_token(None)
+    fim_fragment_rate: float | None = _fim(None, minimum=0, maximum=1)
+    fim_no_prefix: str | None = _fim(None, metavar="TEXT")
+    fim_prefix_token: str = _fim_token("<fim_prefix>")
+    fim_suffix_token: str = _fim_token("<fim_suffix>")
+    fim_middle_token: str = _fim_token("<fim_middle>")
+    fim_pad_token: str = _fim_token("<fim_pad>")
+    fim_eod_token: str | None = _fim_token(None)
+    mock_data: bool = option_field(False)
+    data_cache_path: str | None = option_field(None, metavar="FOLDER")
+    object_storage_cache_path: str | None = option_field(None, metavar="FOLDER")
+    object_storage_cache_gb: float | None = option_field(None, above=0, metavar="GB")
+    num_workers: int = option_field(2, minimum=0)
+    mmap_warmup: bool = option_field(False)
     reset_position_ids: bool = option_field(
-        False,
-        "reset position ids after each end-of-document token",
-        only_with=when(position_embedding_type=("learned_absolute", "rope", "yarn")),
+        False, only_with=when(position_embedding_type=("learned_absolute", "rope", "yarn"))
     )
-    reset_attention_mask: bool = option_field(
-        False, "restrict attention to tokens of the same document"
-    )
-    eod_mask_loss: bool = option_field(
-        False, "mask the loss at end-of-document tokens of the input"
-    )
+    reset_attention_mask: bool = option_field(False)
+    eod_mask_loss: bool = option_field(False)
 
     @property
     def is_cyclic(self) -> bool:

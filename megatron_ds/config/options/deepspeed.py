@@ -15,50 +15,21 @@ from megatron_ds.config.problems import Problem
 class DeepSpeedConfig:
     """DeepSpeed. Keys of the --deepspeed_config file set options whose flags are not given."""
 
-    deepspeed_config: str | None = option_field(
-        None, "DeepSpeed JSON configuration file", flag="deepspeed_config", metavar="FILE"
-    )
-    zero_stage: int | None = option_field(
-        None,
-        "ZeRO stage: 0 partitions nothing; 1 optimizer states; 2 gradients, too; 3 parameters, "
-        "too (default: 1)",
-        minimum=0,
-        maximum=3,
-    )
-    cpu_optimizer: bool = option_field(
-        False,
-        "offload optimizer states to host memory (offload_optimizer: cpu)",
-        aliases=("optimizer-cpu-offload",),
-    )
-    nvme_optimizer: bool = option_field(
-        False, "offload optimizer states to the disk of --nvme-path (offload_optimizer: nvme)"
-    )
+    deepspeed_config: str | None = option_field(None, flag="deepspeed_config", metavar="FILE")
+    zero_stage: int | None = option_field(None, minimum=0, maximum=3)
+    cpu_optimizer: bool = option_field(False, aliases=("optimizer-cpu-offload",))
+    nvme_optimizer: bool = option_field(False)
     optimizer_offload_fraction: float = option_field(
         1.0,
-        "fraction of the offloaded optimizer states that leaves the device, at ZeRO-3 (ratio)",
         minimum=0,
         maximum=1,
         only_with=(when(zero_stage=3), when(cpu_optimizer=True, nvme_optimizer=True)),
     )
-    remote_device: str = option_field(
-        "none",
-        "offload ZeRO-3 parameters (offload_param)",
-        choices=OFFLOAD_TARGETS,
-        only_with=when(zero_stage=3),
-    )
+    remote_device: str = option_field("none", choices=OFFLOAD_TARGETS, only_with=when(zero_stage=3))
     nvme_path: str | None = option_field(
-        None,
-        "folder on a local disk for what is offloaded to nvme (nvme_path)",
-        metavar="DIR",
-        only_with=when(nvme_optimizer=True, remote_device="nvme"),
+        None, metavar="DIR", only_with=when(nvme_optimizer=True, remote_device="nvme")
     )
-    zero_hpz_partition_size: int = option_field(
-        1,
-        "data-parallel ranks among which ZeRO-3 gathers parameters for the backward pass, such as "
-        "those of one machine, which hold a second copy of them",
-        minimum=1,
-        only_with=when(zero_stage=3),
-    )
+    zero_hpz_partition_size: int = option_field(1, minimum=1, only_with=when(zero_stage=3))
 
     @property
     def optimizer_offload(self) -> str:

@@ -30,139 +30,55 @@ class OptimizerConfig:
     """Optimizer. Biases and one-dimensional weights have no weight decay."""
 
     optimizer: str = option_field(
-        "adam",
-        "optimizer; adam is AdamW (decoupled weight decay); muon updates the matrices of the "
-        "transformer layers and AdamW everything else",
-        choices=("adam", "sgd", "lion", "muon"),
-        synonyms={"dist_muon": "muon"},
+        "adam", choices=("adam", "sgd", "lion", "muon"), synonyms={"dist_muon": "muon"}
     )
-    lr: float = option_field(UNSET_FLOAT, "maximum learning rate", required=True, minimum=0)
-    adam_beta1: float = _fraction(0.9, "decay rate of Adam's first moment", only_with=ADAM)
-    adam_beta2: float = _fraction(0.999, "decay rate of Adam's second moment", only_with=ADAM)
-    adam_eps: float = option_field(
-        1e-8, "epsilon added to the denominator of Adam", minimum=0, only_with=ADAM
-    )
-    exp_avg_dtype: str = _moment(
-        "type of first moments and momenta", only_with=when(optimizer=("adam", "muon", "lion"))
-    )
-    exp_avg_sq_dtype: str = _moment("type of second moments", only_with=ADAM)
-    use_bnb_optimizer: bool = option_field(
-        False,
-        "keep Adam's moments in 8 bits, by bitsandbytes (an approximation)",
-        only_with=when(optimizer="adam"),
-    )
-    lion_beta1: float = _fraction(0.9, "weight of Lion's momentum in its step", only_with=LION)
-    lion_beta2: float = _fraction(0.99, "decay rate of Lion's momentum", only_with=LION)
-    muon_momentum: float = _fraction(0.95, "decay rate of Muon's momentum", only_with=MUON)
-    muon_nesterov: bool = _of_muon(
-        True, "without Nesterov momentum in Muon", flag="muon-no-nesterov"
-    )
-    muon_num_ns_steps: int = _of_muon(5, "Newton-Schulz iterations of Muon", minimum=1, maximum=20)
+    lr: float = option_field(UNSET_FLOAT, required=True, minimum=0)
+    adam_beta1: float = _fraction(0.9, only_with=ADAM)
+    adam_beta2: float = _fraction(0.999, only_with=ADAM)
+    adam_eps: float = option_field(1e-8, minimum=0, only_with=ADAM)
+    exp_avg_dtype: str = _moment(only_with=when(optimizer=("adam", "muon", "lion")))
+    exp_avg_sq_dtype: str = _moment(only_with=ADAM)
+    use_bnb_optimizer: bool = option_field(False, only_with=when(optimizer="adam"))
+    lion_beta1: float = _fraction(0.9, only_with=LION)
+    lion_beta2: float = _fraction(0.99, only_with=LION)
+    muon_momentum: float = _fraction(0.95, only_with=MUON)
+    muon_nesterov: bool = _of_muon(True, flag="muon-no-nesterov")
+    muon_num_ns_steps: int = _of_muon(5, minimum=1, maximum=20)
     muon_scale_mode: str = _of_muon(
-        "spectral",
-        "factor of Muon's update of a matrix of r rows and c columns: spectral sqrt(max(r, c)), "
-        "unit_rms_norm sqrt(r / c), shape_scaling sqrt(max(1, r / c))",
-        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        "spectral", choices=("spectral", "unit_rms_norm", "shape_scaling")
     )
-    muon_extra_scale_factor: float = _of_muon(
-        0.2,
-        "further factor of Muon's update; 0.2 with spectral makes its steps as large as AdamW's",
-        above=0,
-    )
-    muon_coefficient_type: str = _of_muon(
-        "simple",
-        "coefficients of Muon's iterations: simple its author's, quintic Megatron's default, "
-        "polar_express the best for each iteration",
-        choices=("simple", "quintic", "polar_express"),
-    )
-    normuon: bool = _of_muon(
-        False, "divide Muon's update of each neuron by the root of its second moment (NorMuon)"
-    )
-    normuon_beta2: float = _fraction(
-        0.95,
-        "decay rate of the second moments of neurons",
-        only_with=(MUON, when(normuon=True)),
-    )
-    sgd_momentum: float = _fraction(0.9, "momentum of SGD", only_with=when(optimizer="sgd"))
-    qk_clip: bool = option_field(
-        False,
-        "after a step, scale the weights of queries and keys of heads whose largest attention "
-        "logit exceeds a threshold (MuonClip)",
-    )
-    qk_clip_threshold: float = option_field(
-        100.0, "largest attention logit", above=0, only_with=when(qk_clip=True)
-    )
-    qk_clip_alpha: float = option_field(
-        0.5,
-        "part of the scaling that queries have, as an exponent; keys have the rest",
-        minimum=0,
-        maximum=1,
-        only_with=when(qk_clip=True),
-    )
-    decoupled_lr: float | None = option_field(
-        None,
-        "maximum learning rate of the word embedding and the output layer, with the schedule of "
-        "--lr (default: --lr)",
-        minimum=0,
-    )
+    muon_extra_scale_factor: float = _of_muon(0.2, above=0)
+    muon_coefficient_type: str = _of_muon("simple", choices=("simple", "quintic", "polar_express"))
+    normuon: bool = _of_muon(False)
+    normuon_beta2: float = _fraction(0.95, only_with=(MUON, when(normuon=True)))
+    sgd_momentum: float = _fraction(0.9, only_with=when(optimizer="sgd"))
+    qk_clip: bool = option_field(False)
+    qk_clip_threshold: float = option_field(100.0, above=0, only_with=when(qk_clip=True))
+    qk_clip_alpha: float = option_field(0.5, minimum=0, maximum=1, only_with=when(qk_clip=True))
+    decoupled_lr: float | None = option_field(None, minimum=0)
     decoupled_min_lr: float | None = option_field(
-        None,
-        "their minimum learning rate after warmup (default: --min-lr)",
-        minimum=0,
-        only_with=when(decoupled_lr=ANY_VALUE),
+        None, minimum=0, only_with=when(decoupled_lr=ANY_VALUE)
     )
-    weight_decay: float = option_field(0.01, "weight decay coefficient", minimum=0)
+    weight_decay: float = option_field(0.01, minimum=0)
     cautious_weight_decay: bool = option_field(
-        False,
-        "decay only the elements of weights that the update moves towards zero",
-        only_with=when(optimizer=("adam", "muon", "lion")),
+        False, only_with=when(optimizer=("adam", "muon", "lion"))
     )
-    embedding_weight_decay: float | None = option_field(
-        None,
-        "weight decay coefficient of the word and position embeddings, in proportion to the "
-        "schedule of --weight-decay (default: --weight-decay)",
-        minimum=0,
-    )
+    embedding_weight_decay: float | None = option_field(None, minimum=0)
     param_group: tuple[str, ...] | None = option_field(
-        None,
-        "learning rate and weight decay of the weights whose names match a pattern with * and ?: "
-        "'pattern=layers.*.mlp.*,lr=1e-4,wd=0.05', or factors such as lr=0.1x; of several "
-        "patterns the first that matches, see docs/training/zero.md",
-        nargs="*",
-        metavar="GROUP",
-        repeatable=True,
+        None, nargs="*", metavar="GROUP", repeatable=True
     )
-    start_weight_decay: float | None = option_field(
-        None, "initial weight decay (default: --weight-decay)", minimum=0
-    )
-    end_weight_decay: float | None = option_field(
-        None, "final weight decay (default: --weight-decay)", minimum=0
-    )
+    start_weight_decay: float | None = option_field(None, minimum=0)
+    end_weight_decay: float | None = option_field(None, minimum=0)
     weight_decay_incr_style: str = option_field(
-        "constant", "weight decay schedule", choices=("constant", "linear", "cosine")
+        "constant", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = option_field(
-        1.0, "maximum global norm of the gradient; 0 disables clipping", minimum=0
-    )
+    clip_grad: float = option_field(1.0, minimum=0)
 
-    calculate_per_token_loss: bool = option_field(
-        False,
-        "average loss and gradients over all counted tokens of the global batch instead of over "
-        "micro-batches",
-    )
+    calculate_per_token_loss: bool = option_field(False)
 
-    skip_loss_spikes: float | None = option_field(
-        None,
-        "SIGMA: skip a step whose loss or gradient norm exceeds the mean of the last steps by more "
-        "than SIGMA standard deviations",
-        metavar="SIGMA",
-        above=0,
-    )
+    skip_loss_spikes: float | None = option_field(None, metavar="SIGMA", above=0)
     skip_loss_spikes_window: int = option_field(
-        128,
-        "number of last steps for --skip-loss-spikes; no step is skipped before half of them",
-        minimum=4,
-        only_with=when(skip_loss_spikes=ANY_VALUE),
+        128, minimum=4, only_with=when(skip_loss_spikes=ANY_VALUE)
     )
 
     @property

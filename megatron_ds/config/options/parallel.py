@@ -30,60 +30,27 @@ LAYER_KINDS = {
 class ParallelConfig:
     """Model parallelism. The data-parallel size follows from the number of processes."""
 
-    tensor_model_parallel_size: int = option_field(
-        1, "degree of tensor parallelism", aliases=("model-parallel-size",), minimum=1
-    )
-    pipeline_model_parallel_size: int = option_field(
-        1, "number of pipeline stages, at most one per transformer layer", minimum=1
-    )
+    tensor_model_parallel_size: int = option_field(1, aliases=("model-parallel-size",), minimum=1)
+    pipeline_model_parallel_size: int = option_field(1, minimum=1)
     pp_partition_method: str = option_field(
-        "type:transformer",
-        "what pipeline stages have about the same number of: parameters, uniform (layers of any "
-        "kind), type:REGEX (layers of matching kinds: EmbeddingPipe, ParallelTransformerLayerPipe, "
-        "NormPipe, LMHeadPipe); or the transformer layers of each stage, such as 5,6,5",
-        metavar="METHOD",
-        only_with=when(pipeline_model_parallel_size=ABOVE_ONE),
+        "type:transformer", metavar="METHOD", only_with=when(pipeline_model_parallel_size=ABOVE_ONE)
     )
     pipeline_schedule: str = option_field(
-        "1f1b",
-        "order of a step's passes: 1f1b with one stage on each pipeline rank, or dualpipev with "
-        "two, which idles less and needs at least two micro-batches per rank in every step",
-        choices=("1f1b", DUALPIPEV),
-        only_with=when(pipeline_model_parallel_size=ABOVE_ONE),
+        "1f1b", choices=("1f1b", DUALPIPEV), only_with=when(pipeline_model_parallel_size=ABOVE_ONE)
     )
     sequence_parallel: bool = option_field(
-        False,
-        "shard norms, dropout and residuals along the sequence over the tensor-parallel ranks",
-        only_with=when(tensor_model_parallel_size=ABOVE_ONE),
+        False, only_with=when(tensor_model_parallel_size=ABOVE_ONE)
     )
-    ds_sequence_parallel_size: int = option_field(
-        1,
-        "degree of DeepSpeed-Ulysses sequence parallelism: ranks that share every sequence, and "
-        "inside attention the heads",
-        aliases=("context-parallel-size",),
-        minimum=1,
-    )
+    ds_sequence_parallel_size: int = option_field(1, aliases=("context-parallel-size",), minimum=1)
     cp_comm_type: str = option_field(
         "a2a",
-        "how sequence-parallel ranks exchange what attention needs; all-to-all is the only way, "
-        "and the result is that of the others",
         choices=("a2a",),
         synonyms={"p2p": "a2a", "all_gather": "a2a", "allgather": "a2a", "a2a+p2p": "a2a"},
     )
     expert_model_parallel_size: int = option_field(
-        1,
-        "degree of expert parallelism: the experts are distributed over this many data-parallel "
-        "ranks, with --expert-tensor-parallel-size 1 over data- and tensor-parallel ranks",
-        aliases=("moe-expert-parallel-size",),
-        minimum=1,
+        1, aliases=("moe-expert-parallel-size",), minimum=1
     )
-    expert_tensor_parallel_size: int | None = option_field(
-        None,
-        "degree of tensor parallelism of the experts: --tensor-model-parallel-size (the default), "
-        "by which their width is sharded, or 1, with which tensor-parallel ranks have different "
-        "experts",
-        minimum=1,
-    )
+    expert_tensor_parallel_size: int | None = option_field(None, minimum=1)
 
     @property
     def has_whole_experts(self) -> bool:

@@ -17,48 +17,27 @@ BY_DEEPSPEED = (FULL, when(deepspeed_activation_checkpointing=True, partition_ac
 class RecomputeConfig:
     """Activation checkpointing: recompute activations in the backward pass to save memory."""
 
-    recompute_granularity: str | None = option_field(
-        None,
-        "full: recompute entire layers; selective: recompute the attention core only",
-        choices=("full", "selective"),
-    )
+    recompute_granularity: str | None = option_field(None, choices=("full", "selective"))
     checkpoint_num_layers: int = option_field(
         1,
-        "number of layers between stored activations",
         aliases=("recompute-num-layers", "activations-checkpoint-num-layers"),
         minimum=1,
         only_with=FULL,
     )
-    deepspeed_activation_checkpointing: bool = option_field(
-        False, "use DeepSpeed's activation checkpointing", only_with=FULL
-    )
+    deepspeed_activation_checkpointing: bool = option_field(False, only_with=FULL)
     partition_activations: bool = option_field(
         False,
-        "partition stored activations across tensor-parallel ranks, by DeepSpeed",
         aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
         only_with=FULL,
     )
-    checkpoint_in_cpu: bool = option_field(
-        False, "offload partitioned activations to host memory", only_with=PARTITIONED
-    )
+    checkpoint_in_cpu: bool = option_field(False, only_with=PARTITIONED)
     contiguous_checkpointing: bool = option_field(
-        False,
-        "keep partitioned activations in one contiguous buffer",
-        aliases=("contigious-checkpointing",),
-        only_with=PARTITIONED,
+        False, aliases=("contigious-checkpointing",), only_with=PARTITIONED
     )
-    synchronize_each_layer: bool = option_field(
-        False, "synchronize the device at each checkpointed layer", only_with=BY_DEEPSPEED
-    )
-    profile_backward: bool = option_field(
-        False, "time the recomputation in the backward pass", only_with=BY_DEEPSPEED
-    )
+    synchronize_each_layer: bool = option_field(False, only_with=BY_DEEPSPEED)
+    profile_backward: bool = option_field(False, only_with=BY_DEEPSPEED)
 
-    tiled_mlp: bool = option_field(
-        False,
-        "compute the MLP in slices of the sequence, of which the backward pass recomputes one at a "
-        "time, for long sequences",
-    )
+    tiled_mlp: bool = option_field(False)
 
     @property
     def is_by_deepspeed(self) -> bool:

@@ -55,119 +55,45 @@ class ScheduleConfig:
     """Batch size, run length and learning rate schedule."""
 
     micro_batch_size: int = option_field(
-        UNSET_INT,
-        "batch size of one forward pass of one data-parallel rank, in samples",
-        aliases=("batch-size",),
-        required=True,
-        minimum=1,
+        UNSET_INT, aliases=("batch-size",), required=True, minimum=1
     )
-    global_batch_size: int | None = option_field(
-        None,
-        "samples per optimizer step (default: micro-batch size x data-parallel size)",
-        minimum=1,
-    )
-    rampup_batch_size: tuple[int, int, int] | None = option_field(
-        None,
-        "START INCREMENT SAMPLES: increase the global batch size linearly from START, by INCREMENT "
-        "each time, to --global-batch-size over SAMPLES samples",
-        nargs=3,
-        metavar="N",
-    )
+    global_batch_size: int | None = option_field(None, minimum=1)
+    rampup_batch_size: tuple[int, int, int] | None = option_field(None, nargs=3, metavar="N")
     step_batch_size_schedule: tuple[str, ...] | None = option_field(
-        None,
-        "0:BATCH TOKENS:BATCH ...: global batch size from each number of consumed tokens; the "
-        "suffixes K, M, B and T are 1e3, 1e6, 1e9 and 1e12",
-        nargs="*",
-        metavar="TOKENS:BATCH",
+        None, nargs="*", metavar="TOKENS:BATCH"
     )
-    curriculum_seqlen: tuple[int, int, int] | None = option_field(
-        None,
-        "START END STEPS: increase the sequence length linearly from START to END tokens over "
-        "STEPS iterations; samples are truncated to it, and the rest is not trained on",
-        nargs=3,
-        metavar="N",
-    )
+    curriculum_seqlen: tuple[int, int, int] | None = option_field(None, nargs=3, metavar="N")
     curriculum_seqlen_step: int = option_field(
-        8,
-        "the sequence length is a multiple of this value (DeepSpeed's difficulty_step)",
-        minimum=1,
-        only_with=when(curriculum_seqlen=ANY_VALUE),
+        8, minimum=1, only_with=when(curriculum_seqlen=ANY_VALUE)
     )
     skip_train_iteration_range: tuple[str, ...] | None = option_field(
-        None,
-        "iterations START to END, both included, whose samples are not trained on",
-        aliases=("iterations-to-skip",),
-        nargs="*",
-        metavar="START-END",
+        None, aliases=("iterations-to-skip",), nargs="*", metavar="START-END"
     )
-    stages: tuple[str, ...] = option_field(
-        (),
-        "stages of the run in order, each as '{name: NAME, train-tokens: N, ...}' with flags that "
-        "replace those of the run (docs/training/stages.md)",
-        nargs="*",
-        metavar="STAGE",
-    )
-    train_iters: int | None = _length("run length in iterations", zero_is_off=True)
-    train_samples: int | None = _length("run length in samples", zero_is_off=True)
-    train_tokens: int | None = _length(
-        "run length in tokens: the run ends with the step that reaches it, or earlier with "
-        "--train-iters or --train-samples"
-    )
-    lr_decay_style: str = option_field(
-        "linear",
-        "learning rate schedule after warmup; deepspeed-cosine is one step ahead of cosine",
-        choices=(*ENDLESS_STYLES, *DECAY_STYLES),
-    )
-    lr_decay_power: float = option_field(
-        0.5, "exponent P of --lr x (warmup / position)^P", above=0, only_with=POWER
-    )
+    stages: tuple[str, ...] = option_field((), nargs="*", metavar="STAGE")
+    train_iters: int | None = _length(zero_is_off=True)
+    train_samples: int | None = _length(zero_is_off=True)
+    train_tokens: int | None = _length()
+    lr_decay_style: str = option_field("linear", choices=(*ENDLESS_STYLES, *DECAY_STYLES))
+    lr_decay_power: float = option_field(0.5, above=0, only_with=POWER)
     lr_decay_points: tuple[str, ...] | None = option_field(
-        None,
-        "POSITION:FACTOR ...: factors of --lr, linear between the positions, which are in the unit "
-        "of the run length (or of --lr-decay-samples, -tokens); suffixes K, M, B and T",
-        nargs="*",
-        metavar="POSITION:FACTOR",
-        only_with=PIECEWISE,
+        None, nargs="*", metavar="POSITION:FACTOR", only_with=PIECEWISE
     )
-    lr_decay_iters: int | None = _length(
-        "number of iterations to decay the learning rate over (default: --train-iters)"
-    )
-    lr_decay_samples: int | None = _length(
-        "number of samples to decay the learning rate over (default: --train-samples)"
-    )
-    lr_decay_tokens: int | None = _length(
-        "number of tokens to decay the learning rate over (default: --train-tokens)"
-    )
-    lr_warmup_iters: int = option_field(0, "linear warmup in iterations", minimum=0)
-    lr_warmup_samples: int = option_field(0, "linear warmup in samples", minimum=0)
-    lr_warmup_tokens: int | None = option_field(None, "linear warmup in tokens", minimum=0)
-    lr_warmup_fraction: float | None = option_field(
-        None, "linear warmup as a fraction of the decay", minimum=0, maximum=1
-    )
-    lr_warmup_init: float = option_field(
-        0.0, "learning rate at the start of warmup", minimum=0, only_with=WARMUP
-    )
-    lr_warmup_style: str = option_field(
-        "linear",
-        "course of the warmup; log is DeepSpeed's: log(step) / log(steps of the warmup)",
-        choices=("linear", "log"),
-        only_with=WARMUP,
-    )
-    min_lr: float = option_field(
-        0.0,
-        "minimum learning rate after warmup",
-        minimum=0,
-        only_with=when(lr_decay_style=DECAY_STYLES),
-    )
+    lr_decay_iters: int | None = _length()
+    lr_decay_samples: int | None = _length()
+    lr_decay_tokens: int | None = _length()
+    lr_warmup_iters: int = option_field(0, minimum=0)
+    lr_warmup_samples: int = option_field(0, minimum=0)
+    lr_warmup_tokens: int | None = option_field(None, minimum=0)
+    lr_warmup_fraction: float | None = option_field(None, minimum=0, maximum=1)
+    lr_warmup_init: float = option_field(0.0, minimum=0, only_with=WARMUP)
+    lr_warmup_style: str = option_field("linear", choices=("linear", "log"), only_with=WARMUP)
+    min_lr: float = option_field(0.0, minimum=0, only_with=when(lr_decay_style=DECAY_STYLES))
     lr_wsd_decay_style: str = option_field(
-        "exponential",
-        "decay style of the annealing phase of WSD",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        only_with=WSD,
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), only_with=WSD
     )
-    lr_wsd_decay_iters: int | None = _length("annealing phase of WSD in iterations", only_with=WSD)
-    lr_wsd_decay_samples: int | None = _length("annealing phase of WSD in samples", only_with=WSD)
-    lr_wsd_decay_tokens: int | None = _length("annealing phase of WSD in tokens", only_with=WSD)
+    lr_wsd_decay_iters: int | None = _length(only_with=WSD)
+    lr_wsd_decay_samples: int | None = _length(only_with=WSD)
+    lr_wsd_decay_tokens: int | None = _length(only_with=WSD)
 
     @property
     def batch_size_steps(self) -> tuple[tuple[int, int], ...]:

@@ -39,51 +39,25 @@ class TokenizerConfig:
 
     tokenizer_type: str = option_field(
         "GPT2BPETokenizer",
-        "type of tokenizer",
         choices=tuple(TOKENIZERS),
         synonyms={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
     )
-    vocab_file: str | None = option_field(
-        None,
-        "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...",
-        metavar="FILE",
-        only_with=_types_with("vocab_file"),
-    )
-    merge_file: str | None = option_field(
-        None, "merges.txt of GPT2BPETokenizer", metavar="FILE", only_with=_types_with("merge_file")
-    )
+    vocab_file: str | None = option_field(None, metavar="FILE", only_with=_types_with("vocab_file"))
+    merge_file: str | None = option_field(None, metavar="FILE", only_with=_types_with("merge_file"))
     tokenizer_model: str | None = option_field(
         None,
-        "folder, tokenizer.json or name on the Hugging Face Hub of HFTokenizer; model file of the "
-        "SentencePiece tokenizers and TikTokenizer",
         aliases=("tokenizer-name-or-path",),
         metavar="PATH",
         only_with=_types_with("tokenizer_model"),
     )
-    trust_remote_code: bool = option_field(
-        False,
-        "run Python code from the folder of HFTokenizer; only for sources you trust",
-        only_with=when(tokenizer_type="HFTokenizer"),
-    )
+    trust_remote_code: bool = option_field(False, only_with=when(tokenizer_type="HFTokenizer"))
     vocab_extra_ids: int = option_field(
-        0,
-        "number of sentinel tokens <extra_id_N> added to BertWordPiece... and "
-        "SentencePieceTokenizer",
-        minimum=0,
-        only_with=when(tokenizer_type=(*WORDPIECE, "SentencePieceTokenizer")),
+        0, minimum=0, only_with=when(tokenizer_type=(*WORDPIECE, "SentencePieceTokenizer"))
     )
-    tiktoken_pattern: str | None = option_field(
-        None, "pre-tokenization pattern of TikTokenizer", choices=("v1", "v2"), only_with=TIKTOKEN
-    )
-    tiktoken_num_special_tokens: int = option_field(
-        1000, "number of special token ids of TikTokenizer", only_with=TIKTOKEN
-    )
+    tiktoken_pattern: str | None = option_field(None, choices=("v1", "v2"), only_with=TIKTOKEN)
+    tiktoken_num_special_tokens: int = option_field(1000, only_with=TIKTOKEN)
     tiktoken_special_tokens: tuple[str, ...] | None = option_field(
-        None,
-        "names of the first special tokens; must include <unk>, <s> and </s> (default: these)",
-        nargs="*",
-        aliases=("tokenizer-special-tokens",),
-        only_with=TIKTOKEN,
+        None, nargs="*", aliases=("tokenizer-special-tokens",), only_with=TIKTOKEN
     )
 
     def problems(self, vocab_size: int | None) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_ds.config import GROUPS, ModelConfig, flag_of
-from megatron_ds.config.fields import option_fields
+from megatron_ds.config.fields import help_texts, option_fields
 from tests.problems import codes
 from tests.tables import tables
 
@@ -47,6 +47,20 @@ def test_each_layer_has_a_window(size, pattern, expected):
 def test_a_window_of_another_form_is_a_problem(size, pattern, expected):
     model = dataclasses.replace(MODEL, window_size=size, window_attn_skip_freq=pattern)
     assert codes(model.problems(1)) == [expected]
+
+
+def test_each_help_text_is_that_of_a_declared_option():
+    declared = {
+        (base.__name__, field)
+        for group in GROUPS.values()
+        for base in group.__mro__
+        for field in vars(base).get("__annotations__", {})
+    }
+    texts = help_texts(ModelConfig)
+    named = {(group, field) for group, fields in texts.items() for field in fields}
+    assert named <= declared, "remove help texts that are not used"
+    specs = {item.name: spec for item, spec in option_fields(GROUPS["optimizer"])}
+    assert specs["lr"].help == "maximum learning rate"
 
 
 def test_each_field_has_its_own_flag():
