@@ -333,7 +333,7 @@ def _logit_problems(config: Config) -> Iterator[Problem]:
     if not config.measures_logits:
         return
     if "layer" in config.custom_parts:
-        yield Problem("logits-of-own-layers", name, option=option(name))
+        yield Problem("logits-of-own-layers", name)
     if config.runtime.compile:
         yield exclusive_problem(name, "compile", reason="the logits would be in the graphs")
     if config.data.reset_attention_mask:
