@@ -44,9 +44,7 @@ class CleaningCommand:
 
     FIELD_FLAGS: ClassVar[Mapping[str, str]] = {"json_keys": "--json-key"}
 
-    log_interval: int = option_field(
-        10_000, "documents between progress lines if stderr is not a terminal", minimum=1
-    )
+    log_interval: int = option_field(10_000, minimum=1)
     cleaning: CleaningOptions = option_group(CleaningOptions(workers=environment.available_cores()))
     shards: ShardOptions = option_group(ShardOptions())
     tokenizer: TokenizerConfig = option_group(TokenizerConfig())
@@ -85,21 +83,9 @@ class MergeOptions:
     PROGRAM: ClassVar[str] = "merge_data.py"
     FIELD_FLAGS: ClassVar[Mapping[str, str]] = {"paths": "--json_path", "output": "--output_file"}
 
-    json_path: tuple[str, ...] = option_field(
-        (".",),
-        "JSON lines files, or folders whose files (including subfolders) are merged in "
-        "order of name",
-        flag="json_path",
-        nargs="*",
-        metavar="PATH",
-    )
-    output_file: str = option_field(
-        "merged_output.json",
-        "output file; compressed if the name ends with .gz, .xz or .bz2",
-        flag="output_file",
-        metavar="FILE",
-    )
-    workers: int = option_field(1, "number of worker processes", minimum=1)
+    json_path: tuple[str, ...] = option_field((".",), flag="json_path", nargs="*", metavar="PATH")
+    output_file: str = option_field("merged_output.json", flag="output_file", metavar="FILE")
+    workers: int = option_field(1, minimum=1)
     resume: bool = option_field(False, RESUME)
 
     @property

@@ -34,42 +34,14 @@ MAX_DOCUMENT_BYTES = 1 << 27
 class TaskOptions:
     """Texts of evaluation tasks, removed by the stage decontaminate."""
 
-    eval_task_files: tuple[str, ...] = option_field(
-        (),
-        "texts of evaluation tasks: JSON lines, tables, or plain text with one task per paragraph",
-        nargs="*",
-        metavar="FILE",
-    )
-    eval_task_keys: tuple[str, ...] = option_field(
-        (),
-        "keys or columns of the texts in the task files (default: all strings)",
-        nargs="*",
-        metavar="KEY",
-    )
-    ngram_size: int = option_field(
-        13,
-        "length of n-grams in words; documents that share one with a task are contaminated",
-        minimum=2,
-    )
-    min_ngram_size: int = option_field(
-        8, "minimum words of a task text; a text shorter than --ngram-size is one n-gram", minimum=2
-    )
-    contamination_action: str = option_field(
-        "cut",
-        "cut: remove matches, which may split a document into fragments; drop: drop the document",
-        choices=("cut", "drop"),
-    )
-    contamination_margin_chars: int = option_field(
-        200,
-        "characters to remove on each side of a match, extended to the end of the sentence",
-        minimum=0,
-    )
-    min_fragment_chars: int = option_field(
-        200, "minimum characters of a fragment; shorter ones are dropped", minimum=0
-    )
-    max_fragments: int = option_field(
-        10, "maximum fragments of a document; documents with more are dropped", minimum=1
-    )
+    eval_task_files: tuple[str, ...] = option_field((), nargs="*", metavar="FILE")
+    eval_task_keys: tuple[str, ...] = option_field((), nargs="*", metavar="KEY")
+    ngram_size: int = option_field(13, minimum=2)
+    min_ngram_size: int = option_field(8, minimum=2)
+    contamination_action: str = option_field("cut", choices=("cut", "drop"))
+    contamination_margin_chars: int = option_field(200, minimum=0)
+    min_fragment_chars: int = option_field(200, minimum=0)
+    max_fragments: int = option_field(10, minimum=1)
 
     def problems(self) -> Iterator[Problem]:
         if self.min_ngram_size > self.ngram_size:

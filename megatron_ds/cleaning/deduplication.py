@@ -65,25 +65,11 @@ class SeenHashes:
 class NearOptions:
     """Near duplicates (stage near), found by MinHash signatures."""
 
-    near_duplicate_threshold: float = option_field(
-        0.8,
-        "drop documents whose n-grams have at least this Jaccard similarity with those of an "
-        "earlier document, as estimated by MinHash",
-        above=0,
-        maximum=1,
-        metavar="J",
-    )
-    num_perm: int = option_field(
-        128,
-        "number of MinHash values per document; more improve the estimate and need more memory",
-        minimum=16,
-        maximum=4096,
-    )
-    near_ngram_size: int = option_field(5, "length of n-grams", minimum=1)
-    near_ngram_unit: str = option_field(
-        "words", "unit of n-grams; use characters for text without spaces", choices=UNITS
-    )
-    seed: int = option_field(1234, "seed of the hash functions", minimum=0, below=1 << 64)
+    near_duplicate_threshold: float = option_field(0.8, above=0, maximum=1, metavar="J")
+    num_perm: int = option_field(128, minimum=16, maximum=4096)
+    near_ngram_size: int = option_field(5, minimum=1)
+    near_ngram_unit: str = option_field("words", choices=UNITS)
+    seed: int = option_field(1234, minimum=0, below=1 << 64)
 
     @property
     def bands(self) -> int:

@@ -45,17 +45,9 @@ class DuplicateOptions:
     PROGRAM: ClassVar[str] = "find_duplicates.py"
     FIELD_FLAGS: ClassVar[Mapping[str, str]] = {"paths": "--inputs", "json_keys": "--inputs"}
 
-    inputs: tuple[str, ...] = option_field(
-        (),
-        "files, each followed by the key of the documents' ids: cc.json cc_id news.json id",
-        nargs="*",
-        metavar="FILE KEY",
-        required=True,
-    )
-    output: str = option_field(
-        "", "output file for the list of duplicates", metavar="FILE", required=True
-    )
-    workers: int = option_field(1, "number of worker processes", minimum=1)
+    inputs: tuple[str, ...] = option_field((), nargs="*", metavar="FILE KEY", required=True)
+    output: str = option_field("", metavar="FILE", required=True)
+    workers: int = option_field(1, minimum=1)
     resume: bool = option_field(False, RESUME)
     near: NearOptions = option_group(
         NearOptions(near_duplicate_threshold=0.5),

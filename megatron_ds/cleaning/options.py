@@ -40,13 +40,7 @@ class CleaningOptions:
     """Input, output and stages."""
 
     inputs: InputSpec = option_group(InputSpec())
-    output: str = option_field(
-        "",
-        "output file: JSON lines with all fields of the documents, in input order; "
-        "compressed if the name ends with .gz, .xz or .bz2",
-        metavar="FILE",
-        required=True,
-    )
+    output: str = option_field("", metavar="FILE", required=True)
     stages: tuple[str, ...] | None = option_field(
         None,
         f"stages in this order: {' '.join(STAGES)}, or {NO_STAGES} (default: all, url and "
@@ -54,38 +48,18 @@ class CleaningOptions:
         nargs="*",
         metavar="STAGE",
     )
-    json_key: str = option_field(
-        "text", "key or column of the text; a.b is key b nested in a", metavar="KEY"
-    )
-    url_key: str = option_field(
-        "url",
-        "stage url: key or column of the URL; documents without a URL are kept",
-        metavar="KEY",
-    )
-    dropped_output: str | None = option_field(
-        None, "output file for dropped documents, with stage and reason", metavar="FILE"
-    )
-    report: str | None = option_field(
-        None, "output file for the numbers of documents by stage and reason (.json)", metavar="FILE"
-    )
+    json_key: str = option_field("text", metavar="KEY")
+    url_key: str = option_field("url", metavar="KEY")
+    dropped_output: str | None = option_field(None, metavar="FILE")
+    report: str | None = option_field(None, metavar="FILE")
     resume: bool = option_field(False, RESUME)
-    url_blacklist: tuple[str, ...] = option_field(
-        (),
-        "stage url: files with one entry per line: a host (example.com), a name (reddit), "
-        "a file suffix (.pdf) or regex:PATTERN",
-        nargs="*",
-        metavar="FILE",
-    )
-    min_chars: int = option_field(512, "stage length: minimum characters", minimum=0)
-    min_words: int = option_field(0, "stage length: minimum words", minimum=0)
-    min_tokens: int = option_field(0, "stage length: minimum tokens of --tokenizer-type", minimum=0)
-    languages: tuple[str, ...] = option_field(
-        ("en",), "stage language: ISO 639 codes of the languages to keep", nargs="*", metavar="CODE"
-    )
-    min_language_score: float = option_field(
-        0.5, "stage language: minimum probability of the language", minimum=0, maximum=1
-    )
-    workers: int = option_field(1, "number of worker processes (default: one per core)", minimum=1)
+    url_blacklist: tuple[str, ...] = option_field((), nargs="*", metavar="FILE")
+    min_chars: int = option_field(512, minimum=0)
+    min_words: int = option_field(0, minimum=0)
+    min_tokens: int = option_field(0, minimum=0)
+    languages: tuple[str, ...] = option_field(("en",), nargs="*", metavar="CODE")
+    min_language_score: float = option_field(0.5, minimum=0, maximum=1)
+    workers: int = option_field(1, minimum=1)
     near: NearOptions = option_group(NearOptions())
     tasks: TaskOptions = option_group(TaskOptions())
     tokenizer: TokenizerConfig | None = None

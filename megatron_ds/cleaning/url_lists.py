@@ -37,24 +37,9 @@ class UrlListOptions:
 
     PROGRAM: ClassVar[str] = "blacklist_urls.py"
 
-    path: str = option_field(
-        "",
-        "folder of .txt files, or a file, with one URL per line",
-        metavar="PATH",
-        positional=True,
-        required=True,
-    )
-    output: str = option_field(
-        "", "output file for the kept URLs", metavar="OUTPUT", positional=True, required=True
-    )
-    url_blacklist: tuple[str, ...] = option_field(
-        (),
-        "files with one entry per line: a host (example.com), a name (reddit), a file "
-        "suffix (.pdf) or regex:PATTERN; by default only URLs of non-text files are "
-        "dropped",
-        nargs="*",
-        metavar="FILE",
-    )
+    path: str = option_field("", metavar="PATH", positional=True, required=True)
+    output: str = option_field("", metavar="OUTPUT", positional=True, required=True)
+    url_blacklist: tuple[str, ...] = option_field((), nargs="*", metavar="FILE")
     resume: bool = option_field(False, RESUME)
 
     @property

@@ -212,7 +212,7 @@ def option_fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Option
 
 @functools.cache
 def _option_fields(group: type) -> tuple[tuple[dataclasses.Field[Any], OptionSpec], ...]:
-    texts = ChainMap(*(help_texts(base).get(base.__name__, {}) for base in group.__mro__))
+    texts = ChainMap(*map(_help_texts, group.__mro__))
     fields = [item for item in dataclasses.fields(group) if "option" in item.metadata]
     specs = [item.metadata["option"] for item in fields]
     return tuple(
@@ -221,9 +221,10 @@ def _option_fields(group: type) -> tuple[tuple[dataclasses.Field[Any], OptionSpe
     )
 
 
-def help_texts(group: type) -> dict[str, dict[str, str]]:
-    """The help texts of a class and of those in the same folder of the package, by class."""
-    return _read_help_texts(PACKAGE.parent.joinpath(*group.__module__.split(".")[:2]))
+def _help_texts(group: type) -> dict[str, str]:
+    """The help texts that the `help.toml` of a class's folder in the package has for it."""
+    tables = _read_help_texts(PACKAGE.parent.joinpath(*group.__module__.split(".")[:2]))
+    return tables.get(group.__name__, {})
 
 
 @functools.cache

@@ -22,42 +22,21 @@ class PreprocessOptions:
     """Output and work."""
 
     inputs: InputSpec = option_group(InputSpec())
-    output_prefix: str = option_field(
-        "", "path prefix of the output files", metavar="PREFIX", required=True
-    )
+    output_prefix: str = option_field("", metavar="PREFIX", required=True)
     json_keys: tuple[str, ...] = option_field(
-        ("text",),
-        "keys or columns of the texts, each written to its own files; a.b is key b nested in a",
-        nargs="*",
-        aliases=("json-key", "columns"),
-        metavar="KEY",
+        ("text",), nargs="*", aliases=("json-key", "columns"), metavar="KEY"
     )
-    append_eod: bool = option_field(False, "append the end-of-document token to each document")
-    prepend_bos: bool = option_field(
-        False, "begin each document with the tokenizer's begin token, unless it does already"
-    )
-    fail_on_bad_document: bool = option_field(
-        False,
-        "stop at the first rejected document (default: skip it and list it in <prefix>.quarantine)",
-    )
-    workers: int = option_field(1, "number of worker processes (default: one per core)", minimum=1)
-    chunk_size: int = option_field(
-        512, "number of documents sent to a worker process at a time", minimum=1
-    )
+    append_eod: bool = option_field(False)
+    prepend_bos: bool = option_field(False)
+    fail_on_bad_document: bool = option_field(False)
+    workers: int = option_field(1, minimum=1)
+    chunk_size: int = option_field(512, minimum=1)
     splitter: Splitter | None = None
     """Splits texts into sentences, which become sequences."""
     shard: Shard | None = None
     """The part of the input that is read; None for all of it."""
-    resume: bool = option_field(
-        False,
-        "continue an interrupted run with the same --output-prefix, inputs and settings, and warn "
-        "if there is none; the output equals that of an uninterrupted run (default: no warning)",
-    )
-    overwrite: bool = option_field(
-        False,
-        "start over and replace existing output (default: a run with the same inputs and settings "
-        "is continued, or is complete; other output is an error)",
-    )
+    resume: bool = option_field(False)
+    overwrite: bool = option_field(False)
 
     def stem(self, key: str) -> str:
         """Name of the pair of a key, without .bin and .idx."""

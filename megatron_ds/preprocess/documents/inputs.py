@@ -71,41 +71,13 @@ class InputFile(NamedTuple):
 class InputSpec:
     """Documents to read."""
 
-    paths: tuple[str, ...] = option_field(
-        (),
-        "files, glob patterns, folders, URLs (s3://, hf://, ...) or - for standard input; "
-        "JSON lines, parquet, arrow, csv, tsv or plain text by suffix, optionally "
-        "compressed (.gz .xz .zst .bz2 .lz4)",
-        flag="input",
-        nargs="*",
-        metavar="PATH",
-    )
-    format: str = option_field(
-        "auto",
-        "format of all files; auto selects it by suffix, with jsonl as the default",
-        flag="input-format",
-        choices=("auto", *FORMATS),
-    )
-    text_document_unit: str = option_field(
-        "file",
-        "unit of a document in plain text: the file, or a paragraph separated by blank lines",
-        choices=("file", "paragraph"),
-    )
-    hf_dataset: str | None = option_field(
-        None, "Hugging Face dataset: name, path or saved folder", metavar="NAME"
-    )
-    hf_config: str | None = option_field(
-        None, "configuration of --hf-dataset", metavar="NAME", only_with=HF_DATASET
-    )
-    hf_split: str = option_field(
-        "train", "split of --hf-dataset", metavar="NAME", only_with=HF_DATASET
-    )
-    max_document_bytes: int = option_field(
-        1 << 27,
-        "maximum size of a document; larger ones are rejected",
-        minimum=1,
-        maximum=(1 << 31) - 1,
-    )
+    paths: tuple[str, ...] = option_field((), flag="input", nargs="*", metavar="PATH")
+    format: str = option_field("auto", flag="input-format", choices=("auto", *FORMATS))
+    text_document_unit: str = option_field("file", choices=("file", "paragraph"))
+    hf_dataset: str | None = option_field(None, metavar="NAME")
+    hf_config: str | None = option_field(None, metavar="NAME", only_with=HF_DATASET)
+    hf_split: str = option_field("train", metavar="NAME", only_with=HF_DATASET)
+    max_document_bytes: int = option_field(1 << 27, minimum=1, maximum=(1 << 31) - 1)
 
     @property
     def name(self) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import tomllib
 
 import pytest
 
 from megatron_ds.config import GROUPS, ModelConfig, flag_of
-from megatron_ds.config.fields import help_texts, option_fields
+from megatron_ds.config.fields import option_fields
+from megatron_ds.config.problems import PACKAGE
 from tests.problems import codes
 from tests.tables import tables
 
@@ -50,15 +53,19 @@ def test_a_window_of_another_form_is_a_problem(size, pattern, expected):
 
 
 def test_each_help_text_is_that_of_a_declared_option():
-    declared = {
-        (base.__name__, field)
-        for group in GROUPS.values()
-        for base in group.__mro__
-        for field in vars(base).get("__annotations__", {})
-    }
-    texts = help_texts(ModelConfig)
-    named = {(group, field) for group, fields in texts.items() for field in fields}
-    assert named <= declared, "remove help texts that are not used"
+    for file in PACKAGE.glob("*/help.toml"):
+        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in file.parent.rglob("*.py")]
+        declared = {
+            (group.name, ast.unparse(field.target))
+            for tree in trees
+            for group in tree.body
+            if isinstance(group, ast.ClassDef)
+            for field in group.body
+            if isinstance(field, ast.AnnAssign)
+        }
+        texts = tomllib.loads(file.read_text(encoding="utf-8"))
+        named = {(group, field) for group, fields in texts.items() for field in fields}
+        assert named <= declared, f"remove what {file} has beyond them"
     specs = {item.name: spec for item, spec in option_fields(GROUPS["optimizer"])}
     assert specs["lr"].help == "maximum learning rate"
 
