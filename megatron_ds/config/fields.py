@@ -96,7 +96,7 @@ class OptionSpec:
 
     Attributes:
         help: Help text. The flags' table adds default, range and aliases. "" for that of the
-            `help.toml` of the folder, below the name of the class.
+            `option_help.toml` of the folder, below the name of the class.
         flag: Name of the flag, without dashes, if it is not the field's name with `-` for `_`. A
             boolean field whose default is True names its negative flag here
             (`disable-bias-linear`); otherwise it is `no-<name>`.
@@ -222,14 +222,14 @@ def _option_fields(group: type) -> tuple[tuple[dataclasses.Field[Any], OptionSpe
 
 
 def _help_texts(group: type) -> dict[str, str]:
-    """The help texts that the `help.toml` of a class's folder in the package has for it."""
+    """The help texts that the `option_help.toml` of a class's folder in the package has for it."""
     tables = _read_help_texts(PACKAGE.parent.joinpath(*group.__module__.split(".")[:2]))
     return tables.get(group.__name__, {})
 
 
 @functools.cache
 def _read_help_texts(folder: Path) -> dict[str, dict[str, str]]:
-    file = folder / "help.toml"
+    file = folder / "option_help.toml"
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 

@@ -53,7 +53,7 @@ def test_a_window_of_another_form_is_a_problem(size, pattern, expected):
 
 
 def test_each_help_text_is_that_of_a_declared_option():
-    for file in PACKAGE.glob("*/help.toml"):
+    for file in PACKAGE.glob("*/option_help.toml"):
         trees = [ast.parse(path.read_text(encoding="utf-8")) for path in file.parent.rglob("*.py")]
         declared = {
             (group.name, ast.unparse(field.target))
