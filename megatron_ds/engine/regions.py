@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.engine.deepspeed.patches import replaced
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.model.block import Block
@@ -30,45 +31,10 @@ Open = Callable[[str], AbstractContextManager[object]]
 BATCHES = "batch-generator"
 FORWARD, BACKWARD, OPTIMIZER = "forward-compute", "backward-compute", "optimizer"
 """Under the names of Megatron's timers, as the instructions."""
-PASSES = {"forward": FORWARD, "backward": BACKWARD, "step": OPTIMIZER}
-"""Regions by method of DeepSpeed's engine."""
-INSTRUCTIONS = {
-    schedule.ForwardPass: FORWARD,
-    schedule.BackwardPass: BACKWARD,
-    schedule.OptimizerStep: OPTIMIZER,
-    schedule.ReduceGrads: "all-grads-sync",
-    schedule.ReduceTiedGrads: "embedding-grads-all-reduce",
-    schedule.SendActivation: "forward-send",
-    schedule.RecvActivation: "forward-recv",
-    schedule.SendGrad: "backward-send",
-    schedule.RecvGrad: "backward-recv",
-    schedule.CommitP2P: "forward-backward-send-forward-backward-recv",
-}
-"""Regions by instruction of a pipeline's schedule."""
-COLLECTIVES = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor",
-    "all_to_all_single", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send", "recv",
-    "batch_isend_irecv", "barrier", "all_gather_object", "broadcast_object_list",
-)  # fmt: skip
-"""Functions of torch.distributed, through which DeepSpeed communicates, too. Not isend and irecv,
-which are also values: torch compares the operations of a batch with them."""
-CAPTURED = ("all_gather_function", "reduce_scatter_function")
-"""Attributes of DeepSpeed's communication backend that are such functions."""
-AXES = (
-    "tp",
-    "pp",
-    "dp",
-    "sp",
-    "ep",
-    "expert_dp",
-    "dp_sp",
-    "sp_tp",
-    "ep_tp",
-    "model",
-    "embedding",
-    "p2p",
-)
-"""Groups of the mesh. Among groups with equal ranks, the first one names the collectives."""
+TABLES = read_table(__file__)
+PASSES: dict[str, str] = TABLES["passes"]
+INSTRUCTIONS = {getattr(schedule, name): region for name, region in TABLES["instructions"].items()}
+COLLECTIVES, CAPTURED, AXES = (TABLES[name] for name in ("collectives", "captured", "axes"))
 
 
 @contextmanager

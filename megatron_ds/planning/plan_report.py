@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.schedule import SUFFIXES
 from megatron_ds.config.problems import counted, sized
 from megatron_ds.launch.output import columns
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
-from megatron_ds.planning.memory_estimate import MemoryEstimate
-from megatron_ds.planning.plan import AXES, Link, Plan, make_plan
+from megatron_ds.planning.plan import AXES, Plan, make_plan
 from megatron_ds.planning.settings import planned_tokens
 from megatron_ds.planning.suggest import MARGIN, Suggestion
 from megatron_ds.run_stages import RunStages
 from megatron_ds.tokenizer import build_tokenizer
 
+TABLES = read_table(__file__)
 GB = 1e9
 AXIS_NAMES = {"pp": "pipeline", "dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 MANY_RANKS = 512
@@ -151,72 +153,27 @@ def as_json(
     """The plan as plain values; see `Plan` for the units."""
     return {
         "assumed": assumed,
-        "efficiency_origin": plan.efficiency_origin,
-        "world_size": plan.world_size,
+        **_values(plan, TABLES["plan"]),
         "hardware": vars(plan.hardware),
-        "axes": plan.sizes,
         "rank_map": {"axes": AXES, "ranks": list(plan.rank_map())},
-        "layers_per_stage": plan.layers,
-        "parameters": plan.parameters,
-        "parameters_per_pipeline_rank": plan.rank_parameters,
-        "memory": _memory_values(plan.memory),
-        "communication": list(map(_link_values, plan.links)),
-        "micro_batches": plan.micro_batches,
-        "samples_per_step": plan.samples,
-        "tokens_per_step": plan.tokens,
-        "flops_per_step": plan.flops,
-        "seconds": {
-            "step": plan.seconds,
-            "compute": plan.compute,
-            "exposed_communication": plan.exposed,
-            "optimizer": plan.optimizer,
-        },
-        "pipeline_bubble": plan.bubble,
-        "tokens_per_second": plan.tokens_per_second,
-        "tflops_per_device": plan.tflops,
-        "mfu": plan.mfu,
+        "communication": [
+            vars(link.traffic) | _values(link, TABLES["communication"]) for link in plan.links
+        ],
         "days": None if tokens is None else plan.days(tokens),
-        "checkpoint": {
-            "weights": plan.weights_size,
-            "complete": plan.checkpoint_size,
-            "save_seconds": plan.save_seconds,
-            "async_save_seconds": plan.async_save_seconds,
-        },
         "ds_config": plan.ds_config(),
         "suggestions": [
-            {
-                "flags": suggestion.flags,
-                "seconds": suggestion.plan.seconds,
-                "days": None if tokens is None else suggestion.plan.days(tokens),
-                "peak": suggestion.plan.memory.peak,
-                "reason": suggestion.reason,
-            }
+            _values(suggestion, TABLES["suggestion"])
+            | {"days": None if tokens is None else suggestion.plan.days(tokens)}
             for suggestion in suggestions
         ],
     }
 
 
-def _link_values(link: Link) -> dict[str, Any]:
+def _values(item: object, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of an item, and of its parts, by their names in the JSON."""
     return {
-        **vars(link.traffic),
-        "sent": link.traffic.sent,
-        "between_machines": link.between,
-        "seconds": link.seconds,
-        "latency": link.latency,
-    }
-
-
-def _memory_values(memory: MemoryEstimate) -> dict[str, Any]:
-    return {
-        "device": memory.device,
-        "host": memory.host,
-        "disk": memory.disk,
-        "activations": memory.activations,
-        "output_layer_and_loss": memory.head,
-        "gathered_parameters": memory.gathered,
-        "reduction": memory.reduction,
-        "phases": memory.phases,
-        "peak": memory.peak,
+        name: _values(item, where) if isinstance(where, dict) else attrgetter(where)(item)
+        for name, where in names.items()
     }
 
 

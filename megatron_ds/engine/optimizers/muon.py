@@ -11,32 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.optimizer import MUON_BATCH
 from megatron_ds.engine.optimizers.adamw import CHUNK, AdamW
 from megatron_ds.engine.optimizers.distributed_matrices import DistributedMatrices, MatrixShard
 
 Coefficients = tuple[float, float, float]
-SIMPLE = ((3.4445, -4.7750, 2.0315),)
-"""The author's, with the largest slope at zero."""
-QUINTIC = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
-"""Those of Megatron's default, one for each of five iterations (Cesista et al. 2025)."""
-POLAR_EXPRESS = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-    (1.875, -1.25, 0.375),
-)
-"""The best polynomial for each iteration (Amsel et al. 2025, the last for all further ones)."""
+COEFFICIENTS: dict[str, list[Coefficients]] = read_table(__file__)
+"""Those of the iterations, by --muon-coefficient-type."""
 SAFETY = 1.01
 """Factor by which Polar Express shrinks singular values against rounding errors."""
 SMALLEST_NORM = 1e-7
@@ -50,8 +32,8 @@ AVERAGE, SQUARES = "momentum_buffer", "exp_avg_sq"
 def iterations(coefficient_type: str, steps: int) -> list[Coefficients]:
     """The coefficients of each Newton-Schulz iteration, by --muon-coefficient-type."""
     if coefficient_type != "polar_express":
-        return list(islice(cycle(QUINTIC if coefficient_type == "quintic" else SIMPLE), steps))
-    *first, last = POLAR_EXPRESS
+        return list(islice(cycle(COEFFICIENTS[coefficient_type]), steps))
+    *first, last = COEFFICIENTS[coefficient_type]
     safe = [(a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in first]
     return list(islice(chain(safe, repeat(last)), steps))
 

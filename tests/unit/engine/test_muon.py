@@ -19,7 +19,7 @@ from megatron_ds.engine.optimizers.distributed_matrices import (
     Owner,
     assign_owners,
 )
-from megatron_ds.engine.optimizers.muon import QUINTIC, Muon, iterations, orthogonalize
+from megatron_ds.engine.optimizers.muon import COEFFICIENTS, Muon, iterations, orthogonalize
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.weights import ShardSpec
 from tests.observed import Observed
@@ -102,7 +102,7 @@ def test_coefficients_of_each_iteration_bring_singular_values_closer_to_one(
     result = torch.linalg.svdvals(orthogonalize(values.diag(), steps, coefficients))
     assert (result - 1).abs().max() < error
     if coefficients == "quintic":
-        assert iterations("quintic", 7) == [*QUINTIC, *QUINTIC[:2]]
+        assert iterations("quintic", 7) == [*COEFFICIENTS["quintic"], *COEFFICIENTS["quintic"][:2]]
 
 
 def test_fused_matrices_are_orthogonalized_and_scaled_by_themselves() -> None:
