@@ -23,9 +23,7 @@ _of_tasks = functools.partial(option_field, only_with=TASK_NAMES)
 class ModelOptions(GenerationOptions):
     """Model options; the model may be replicated over groups of processes."""
 
-    micro_batch_size: int = option_field(
-        8, "texts or windows per batch; does not affect the results", minimum=1
-    )
+    micro_batch_size: int = option_field(8, minimum=1)
 
     @property
     def tp_size(self) -> int:
@@ -52,47 +50,16 @@ class Options(ModelOptions):
 
     PROGRAM: ClassVar[str] = "evaluate.py"
 
-    task: str = option_field(PERPLEXITY, "what is evaluated", choices=TASKS)
-    valid_data: tuple[str, ...] = option_field(
-        (),
-        "files, URLs or folders with documents (JSON lines, parquet, arrow, csv, tsv or plain text "
-        "by suffix, optionally compressed), or prefixes of token files (.bin and .idx); LAMBADA's "
-        "last words are those of the documents",
-        nargs="*",
-        metavar="PATH",
-    )
-    json_keys: tuple[str, ...] = option_field(
-        ("text",), "keys of the texts of a document", nargs="*", metavar="KEY"
-    )
-    overlapping_eval: int = option_field(
-        32,
-        "tokens by which a window is moved; all but these give context. A larger number is faster "
-        "and gives a higher perplexity; at least the sequence length: windows do not overlap",
-        minimum=1,
-    )
-    strict_lambada: bool = option_field(
-        False,
-        "predict the complete last word instead of the last token",
-        only_with=when(task=LAMBADA),
-    )
-    tasks: tuple[str, ...] = option_field(
-        (),
-        "names of tasks of lm-evaluation-harness, instead of --task; a list may be separated by "
-        "commas",
-        nargs="*",
-        metavar="NAME",
-        aliases=("task-list",),
-    )
-    num_fewshot: int | None = _of_tasks(
-        None, "examples before each question (default: the task's)", minimum=0
-    )
-    limit: int | None = _of_tasks(None, "questions of each task (default: all)", minimum=1)
-    include_path: tuple[str, ...] = _of_tasks(
-        (), "folders with tasks of your own (YAML)", nargs="*", metavar="FOLDER"
-    )
-    output: str | None = option_field(
-        None, "output file (JSON)", metavar="FILE", aliases=("results-path",)
-    )
+    task: str = option_field(PERPLEXITY, choices=TASKS)
+    valid_data: tuple[str, ...] = option_field((), nargs="*", metavar="PATH")
+    json_keys: tuple[str, ...] = option_field(("text",), nargs="*", metavar="KEY")
+    overlapping_eval: int = option_field(32, minimum=1)
+    strict_lambada: bool = option_field(False, only_with=when(task=LAMBADA))
+    tasks: tuple[str, ...] = option_field((), nargs="*", metavar="NAME", aliases=("task-list",))
+    num_fewshot: int | None = _of_tasks(None, minimum=0)
+    limit: int | None = _of_tasks(None, minimum=1)
+    include_path: tuple[str, ...] = _of_tasks((), nargs="*", metavar="FOLDER")
+    output: str | None = option_field(None, metavar="FILE", aliases=("results-path",))
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()

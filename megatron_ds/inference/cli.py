@@ -43,31 +43,13 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 class CheckpointOptions:
     """The checkpoint and how it is loaded."""
 
-    load: str = option_field(
-        "",
-        "folder of a training run's checkpoints (--save), of which the last one is loaded, "
-        "a single checkpoint, or weights in any format that tools/convert_checkpoint.py reads; "
-        "hf:FOLDER names the format, and hf:OWNER/NAME a model of the Hugging Face Hub. FOLDER may "
-        "be a URL such as s3://BUCKET/FOLDER",
-        metavar="FOLDER",
-        required=True,
-    )
-    merge_with: tuple[str, ...] = option_field(
-        (),
-        "further checkpoints of the same model, whose weights are merged with those of --load, as "
-        "by tools/merge_checkpoints.py, but not written",
-        nargs="*",
-        metavar="FOLDER",
-    )
+    load: str = option_field("", metavar="FOLDER", required=True)
+    merge_with: tuple[str, ...] = option_field((), nargs="*", metavar="FOLDER")
     merging: MergeOptions = option_group(MergeOptions())
-    tensor_model_parallel_size: int | None = option_field(
-        None,
-        "degree of tensor parallelism; may differ from training (default: number of processes)",
-        aliases=("model-parallel-size",),
-    )
-    fp32: bool = option_field(False, "compute in fp32 instead of the type used in training")
-    bf16: bool = option_field(False, "compute in bf16 instead of the type used in training")
-    fp16: bool = option_field(False, "compute in fp16 instead of the type used in training")
+    tensor_model_parallel_size: int | None = option_field(None, aliases=("model-parallel-size",))
+    fp32: bool = option_field(False)
+    bf16: bool = option_field(False)
+    fp16: bool = option_field(False)
 
     @property
     def precision(self) -> str | None:

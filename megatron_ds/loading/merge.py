@@ -39,24 +39,10 @@ BLOCK = 2**20
 class MergeOptions:
     """How the weights of several checkpoints are merged."""
 
-    merge_method: str = option_field(
-        "mean",
-        "mean; ema, the exponential moving average; or wsm, which emulates a decay of the learning "
-        "rate over the steps of the checkpoints (warmup-stable and merge)",
-        choices=("mean", "ema", "wsm"),
-    )
-    merge_decay: float = option_field(
-        0.9,
-        "what the moving average keeps of its value at each further checkpoint",
-        minimum=0,
-        maximum=1,
-        only_with=when(merge_method="ema"),
-    )
+    merge_method: str = option_field("mean", choices=("mean", "ema", "wsm"))
+    merge_decay: float = option_field(0.9, minimum=0, maximum=1, only_with=when(merge_method="ema"))
     merge_decay_style: str = option_field(
-        "linear",
-        "emulated decay; linear is the mean",
-        choices=tuple(DECAY_FACTORS),
-        only_with=when(merge_method="wsm"),
+        "linear", choices=tuple(DECAY_FACTORS), only_with=when(merge_method="wsm")
     )
 
     def weights(self, iterations: Sequence[int]) -> list[float]:
@@ -90,23 +76,10 @@ class Options:
     output folder appears complete or not at all. Sums are in fp64, and rounded once.
     """
 
-    load: tuple[str, ...] = option_field(
-        (),
-        "checkpoints: folders or URLs that tools/convert_checkpoint.py reads; FORMAT:FOLDER names "
-        "the format",
-        nargs="*",
-        metavar="FOLDER",
-        required=True,
-    )
-    save: str = option_field(
-        "", "new folder of the merged weights", metavar="FOLDER", required=True
-    )
+    load: tuple[str, ...] = option_field((), nargs="*", metavar="FOLDER", required=True)
+    save: str = option_field("", metavar="FOLDER", required=True)
     target_format: str = option_field(
-        "native",
-        "format of --save",
-        flag="to",
-        choices=("native", "hf"),
-        synonyms={"huggingface": "hf"},
+        "native", flag="to", choices=("native", "hf"), synonyms={"huggingface": "hf"}
     )
     merging: MergeOptions = option_group(
         MergeOptions(),
@@ -116,16 +89,8 @@ class Options:
             "merge_decay_style": "decay-style",
         },
     )
-    dtype: str | None = option_field(
-        None,
-        "type of the weights (default: as they are); fp32 merges the master weights of runs",
-        choices=("fp32", "bf16", "fp16"),
-    )
-    checkpoint_staging_dir: str | None = option_field(
-        None,
-        "folder for the files of URLs (default: below the folder for temporary files)",
-        metavar="FOLDER",
-    )
+    dtype: str | None = option_field(None, choices=("fp32", "bf16", "fp16"))
+    checkpoint_staging_dir: str | None = option_field(None, metavar="FOLDER")
 
     def problems(self) -> Iterator[Problem]:
         for location in self.load:

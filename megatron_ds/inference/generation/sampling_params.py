@@ -15,24 +15,17 @@ from megatron_ds.config.problems import Problem
 class CandidateOptions:
     """Options that select the candidates for the next token."""
 
-    temperature: float = option_field(
-        1.0, "sampling temperature; values below 1 favor probable tokens", above=0
-    )
-    top_k: int = option_field(0, "sample from the N most probable tokens; 0 disables", minimum=0)
-    top_p: float = option_field(
-        0.0,
-        "sample from the smallest set of tokens with at least this total probability; 0 disables",
-        minimum=0,
-        maximum=1,
-    )
+    temperature: float = option_field(1.0, above=0)
+    top_k: int = option_field(0, minimum=0)
+    top_p: float = option_field(0.0, minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)
 class SamplingParams(CandidateOptions):
     """Settings by which the next token is chosen from the logits."""
 
-    greedy: bool = option_field(False, "select the most probable token instead of sampling")
-    seed: int = option_field(1234, "random seed of sampling", minimum=0, below=2**63)
+    greedy: bool = option_field(False)
+    seed: int = option_field(1234, minimum=0, below=2**63)
     top_p_decay: float = 0.0
     """Factor of top_p for every new token; 0 is off."""
     top_p_bound: float = 0.0

@@ -41,17 +41,9 @@ class Defaults(CandidateOptions):
     """Values for requests that do not set them."""
 
     tokens_to_generate: int = option_field(
-        64,
-        "maximum number of new tokens per prompt",
-        flag="out-seq-length",
-        aliases=("tokens-to-generate",),
-        minimum=1,
+        64, flag="out-seq-length", aliases=("tokens-to-generate",), minimum=1
     )
-    seed: int | None = option_field(
-        None,
-        "random_seed of requests that do not set one, whose texts are then the same each time",
-        minimum=0,
-    )
+    seed: int | None = option_field(None, minimum=0)
 
 
 def request_field(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
