@@ -27,17 +27,7 @@ from megatron_ds.config.options.deepspeed_file import (
     put,
 )
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.engine.ds_config.keys import (
-    BLOCKS,
-    CHECKED_BLOCKS,
-    DROPPED_IF,
-    IGNORED_KEYS,
-    OLD_PIN_KEY,
-    OLD_SWITCHES,
-    REFUSED,
-    RENAMED,
-    TOP_KEYS,
-)
+from megatron_ds.engine.ds_config import keys as ds_keys
 from megatron_ds.engine.ds_config.schedules import DECAY_MAX_LR
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_object
 
@@ -134,7 +124,7 @@ def _normalize_blocks(file: DeepSpeedFile) -> None:
         _warn_translated(file, "zero_optimization", f'{{"stage": {int(zero)}}}')
     if "bfloat16" in values and "bf16" not in values:
         _replace_key(file, "bfloat16", "bf16", values.pop("bfloat16"))
-    for block in BLOCKS:
+    for block in ds_keys.BLOCKS:
         value = get(values, block)
         if value is None:
             pop(values, block)
@@ -144,11 +134,11 @@ def _normalize_blocks(file: DeepSpeedFile) -> None:
 
 def _translate_old_keys(file: DeepSpeedFile) -> None:
     values = file.values
-    for old, new in RENAMED.items():
+    for old, new in ds_keys.RENAMED.items():
         if has(values, old):
             _replace_key(file, old, new, pop(values, old))
-    pin, is_pin_used = pop(values, OLD_PIN_KEY), False
-    for old, (new, replacement) in OLD_SWITCHES.items():
+    pin, is_pin_used = pop(values, ds_keys.OLD_PIN_KEY), False
+    for old, (new, replacement) in ds_keys.OLD_SWITCHES.items():
         value = get(values, old)
         if value is not None and _check_value(file, old, as_bool, value):
             if not value:
@@ -160,9 +150,9 @@ def _translate_old_keys(file: DeepSpeedFile) -> None:
                 _replace_key(file, old, new, replacement)
         pop(values, old)
     if is_pin_used:
-        _warn_translated(file, OLD_PIN_KEY, "pin_memory")
+        _warn_translated(file, ds_keys.OLD_PIN_KEY, "pin_memory")
     elif pin is not None:
-        _warn_dropped(file, OLD_PIN_KEY, "nothing is offloaded")
+        _warn_dropped(file, ds_keys.OLD_PIN_KEY, "nothing is offloaded")
 
 
 def _replace_key(file: DeepSpeedFile, old: str, new: str, value: Any) -> None:
@@ -184,15 +174,15 @@ def _replace_key(file: DeepSpeedFile, old: str, new: str, value: Any) -> None:
 
 
 def _drop_or_refuse_keys(file: DeepSpeedFile) -> None:
-    for key, reason in (IGNORED_KEYS | REFUSED).items():
+    for key, reason in (ds_keys.IGNORED_KEYS | ds_keys.REFUSED).items():
         if not has(file.values, key):
             continue
         value = pop(file.values, key)
         if value == "auto":
             continue
-        if key in REFUSED and _is_off(value):
+        if key in ds_keys.REFUSED and _is_off(value):
             _warn_dropped(file, key, f"it is off, and not supported: {reason}")
-        elif key in IGNORED_KEYS and value == DROPPED_IF.get(key, value):
+        elif key in ds_keys.IGNORED_KEYS and value == ds_keys.DROPPED_IF.get(key, value):
             _warn_dropped(file, key, reason)
         else:
             problem = Problem("ds-key-unsupported", key=key, reason=reason)
@@ -200,10 +190,10 @@ def _drop_or_refuse_keys(file: DeepSpeedFile) -> None:
 
 
 def _check_keys_and_values(file: DeepSpeedFile) -> None:
-    for block, kinds in {"": TOP_KEYS, **BLOCKS}.items():
+    for block, kinds in {"": ds_keys.TOP_KEYS, **ds_keys.BLOCKS}.items():
         for dotted, key, value in _entries(file, block):
             if key not in kinds:
-                is_checked = block in CHECKED_BLOCKS
+                is_checked = block in ds_keys.CHECKED_BLOCKS
                 hint = did_you_mean(key, kinds, 0.6 if is_checked else 0.8)
                 if is_checked:
                     problem = Problem("ds-key-unknown", key=dotted, hint=hint)
@@ -230,7 +220,7 @@ def unknown_keys(file: DeepSpeedFile) -> list[str]:
     """The dotted keys of a file that are unknown."""
     return [
         dotted
-        for block, kinds in {"": TOP_KEYS, **BLOCKS}.items()
+        for block, kinds in {"": ds_keys.TOP_KEYS, **ds_keys.BLOCKS}.items()
         for dotted, key, _ in _entries(file, block)
         if key not in kinds
     ]

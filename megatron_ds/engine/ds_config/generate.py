@@ -57,6 +57,9 @@ ZERO3_DEFAULTS: Json = TABLES["generated"]["zero3"]
 PIPELINE_BLOCK: Json = TABLES["generated"]["pipeline"]
 """The stages recompute their activations themselves, and send full hidden states."""
 
+MUON_FIELDS: dict[str, str] = TABLES["generated"]["muon"]
+"""Parameters of Muon, and the fields with their values."""
+
 PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
 """Keys of `zero_optimization` that decide where in the optimizer's flat tensors a parameter is."""
 
@@ -364,20 +367,10 @@ def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> J
         params["fused"] = is_available(AdamKernel.TORCH_FUSED)
         return {"type": "megatron_ds.AdamW", "params": params}
     if options.optimizer == "muon":
-        return {
-            "type": "megatron_ds.Muon",
-            "params": params
-            | {
-                "fused": is_available(AdamKernel.TORCH_FUSED),
-                "momentum": options.muon_momentum,
-                "nesterov": options.muon_nesterov,
-                "steps": options.muon_num_ns_steps,
-                "coefficient_type": options.muon_coefficient_type,
-                "scale_mode": options.muon_scale_mode,
-                "scale_factor": options.muon_extra_scale_factor,
-                "neuron_beta": options.normuon_beta2 if options.normuon else None,
-            },
-        }
+        params |= {key: getattr(options, name) for key, name in MUON_FIELDS.items()}
+        params["fused"] = is_available(AdamKernel.TORCH_FUSED)
+        params["neuron_beta"] = options.normuon_beta2 if options.normuon else None
+        return {"type": "megatron_ds.Muon", "params": params}
     params["torch_adam"] = kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)
     if params["torch_adam"]:
         params["fused"] = kernel is AdamKernel.TORCH_FUSED

@@ -20,10 +20,18 @@ ADAM_TYPES = ("adam", "adamw", "fusedadam", "apexfusedadam", "cpuadam", "deepspe
 LION_TYPES = ("lion", "fusedlion", "deepspeedcpulion", "megatron_ds.lion")
 
 
-def as_bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
+def _of_type(expected: type, reason: str) -> Kind:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, expected):
+            raise ValueError(reason)
+        return value
+
+    return convert
+
+
+as_bool = _of_type(bool, "must be true or false")
+as_str = _of_type(str, "must be a string")
+as_object = _of_type(dict, "must be an object")
 
 
 def as_float(value: Any) -> float:
@@ -45,12 +53,6 @@ def as_size(value: Any) -> int:
     if as_int(value) < 0:
         raise ValueError("must not be negative")
     return int(value)
-
-
-def as_str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be a string")
-    return value
 
 
 def as_dtype(value: Any) -> str:
@@ -83,12 +85,6 @@ def as_betas(value: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         raise ValueError("must be two numbers") from None
     return first, second
-
-
-def as_object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("must be an object")
-    return value
 
 
 KINDS: dict[str, Kind] = {

@@ -18,6 +18,9 @@ from megatron_ds.engine.optimizers.muon import Muon
 from megatron_ds.engine.optimizers.param_groups import with_own_settings
 from megatron_ds.parallel.mesh import Mesh
 
+OWN = {f"megatron_ds.{optimizer.__name__}": optimizer for optimizer in (AdamW, Lion, Muon)}
+"""The optimizers of this package, by their types in the configuration."""
+
 
 def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
     """Makes the optimizer of parameter groups; None if DeepSpeed makes it.
@@ -28,14 +31,10 @@ def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
     Raises:
         UserError: If it was requested and is not installed.
     """
-    if block["type"] == "megatron_ds.AdamW":
-        return partial(AdamW, **block["params"])
-    if block["type"] == "megatron_ds.Lion":
-        return partial(Lion, **block["params"])
+    if block["type"] in OWN:
+        return partial(OWN[block["type"]], **block["params"])
     if block["type"] == "bitsandbytes.AdamW8bit":
         return partial(_adam_with_8_bit_moments(), **block["params"])
-    if block["type"] == "megatron_ds.Muon":
-        return partial(Muon, **block["params"])
     if block["type"] != "ApexFusedAdam":
         return None
     adam: Callable[..., Any] | None = apex_adam()

@@ -64,11 +64,7 @@ def straggler_lines(
 
 def _spread(values: Mapping[str, float], count: int) -> str:
     """Such as `2 | min: 3.00 | median: 4.00 | max: 5.00 | slowest: rank 1 on a 5.00 (+25.0%) |`."""
-    low, median, high = (
-        min(values.values()),
-        statistics.median(values.values()),
-        max(values.values()),
-    )
+    low, median, high = (of(values.values()) for of in (min, statistics.median, max))
     slowest = sorted(values, key=lambda name: -values[name])[:count]
     named = (
         f"{name} {values[name]:.2f} ({100 * (values[name] / median - 1):+.1f}%)" for name in slowest

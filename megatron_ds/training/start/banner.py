@@ -171,22 +171,18 @@ def _per_rank(mesh: Mesh) -> str:
 
 
 def _batch(facts: BannerData) -> Lines:
-    total, schedule = (
-        facts.config.final_global_batch_size(facts.mesh.dp.size),
-        facts.config.schedule,
-    )
-    accumulation = total // (schedule.micro_batch_size * facts.mesh.dp.size)
+    config, dp_size = facts.config, facts.mesh.dp.size
+    total, schedule = config.final_global_batch_size(dp_size), config.schedule
+    micro = schedule.micro_batch_size
     text = (
-        f"{counted(total, 'sample')} = micro-batch "
-        f"{facts.config.schedule.micro_batch_size} x data parallel {facts.mesh.dp.size} "
-        f"x accumulation {accumulation}; "
-        f"{total * facts.config.model.seq_length:,} tokens"
+        f"{counted(total, 'sample')} = micro-batch {micro} x data parallel {dp_size} "
+        f"x accumulation {total // (micro * dp_size)}; {total * config.model.seq_length:,} tokens"
     )
     lines = [("step", text)]
-    if facts.config.schedule.rampup_batch_size is not None:
-        start, increment, samples = facts.config.schedule.rampup_batch_size
+    if schedule.rampup_batch_size is not None:
+        start, increment, samples = schedule.rampup_batch_size
         lines.append(("ramp-up", f"from {start} in steps of {increment} over {samples:,} samples"))
-    return lines + schedules.describe_schedules(facts.config)
+    return lines + schedules.describe_schedules(config)
 
 
 def _schedule(facts: BannerData, stages: RunStages) -> Lines:

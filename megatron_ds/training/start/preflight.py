@@ -164,11 +164,8 @@ def check_tokenizer(config: Config, is_sound: bool) -> tuple[Tokenizer | None, l
     size, vocab_size = config.model.vocab_size, None if tokenizer is None else tokenizer.vocab_size
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
     if not size or vocab_size in (None, size) or is_null:
-        complete, tp_size = (
-            config.with_vocab(vocab_size or 0),
-            config.parallel.tensor_model_parallel_size,
-        )
-        return tokenizer, [*complete.model.padding_problems(tp_size)] if is_sound else []
+        model, tp_size = config.with_vocab(vocab_size or 0).model, config.axis_sizes["tp_size"]
+        return tokenizer, [*model.padding_problems(tp_size)] if is_sound else []
     problem = Problem("vocab-size-differs-from-tokenizer", given=size, vocab_size=vocab_size)
     return tokenizer, [problem]
 
