@@ -55,25 +55,11 @@ from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Tensors
 from tests.independent.model import DEFAULTS, Experts
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
 
-LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
-FOUR = {"num_experts": (4,), **LOSSES}
-DROPPING = {**FOUR, "moe_expert_capacity_factor": 1.0}
-DROPPING_BY_POSITION = {**DROPPING, "moe_token_drop_policy": "position"}
-SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True}
-SIGMOID = {
-    "moe_router_bias": True,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-    "moe_router_topk_scaling_factor": 2.5,
-}
-BIAS = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.2}
-"""The bias decides the routing from the second step on."""
-GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss"}
-BY_SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss"}
-WHOLE = {"parallel": {"expert_tensor_parallel_size": 1, "sequence_parallel": True}}
-FULL = {"recompute_granularity": "full"}
+TABLES = tables(__file__, tuple)
+
+FOUR = TABLES["four"]
 HALF_ERROR = 2e-2
 """Of losses and norms; an expert that counts twice, or not at all, changes the norm by more."""
 ROUTER_ERROR = 0.15
@@ -81,10 +67,10 @@ ROUTER_ERROR = 0.15
 
 
 def layout(
-    *sizes: Any, moe: Mapping[str, Any] = FOUR, changes: Changes = MappingProxyType({}), **more: Any
+    moe: Mapping[str, Any] = FOUR, changes: Changes = MappingProxyType({}), **row: Any
 ) -> Case:
     """A layout with experts."""
-    return Case(*sizes, {"moe": moe, **changes}, **more)
+    return Case(changes={"moe": moe, **changes}, **row)
 
 
 class LoopOverExperts(Replay):
@@ -111,110 +97,17 @@ def mix_in_a_loop(layer: MoE, x_SBH: torch.Tensor) -> torch.Tensor:
     return layer.log.add_gradient(y.float(), mix.auxiliary.float())
 
 
-FIVE_STEPS = (16,) * 5
 IN_STAGES = "two stages, the first without experts"
-CASES = {
-    "zero 1, top 1, every other layer": layout(
-        *(2, 1, 1, 1, "gqa", "sgd"), ep=2, moe={**FOUR, "moe_router_topk": 1, "expert_interval": 2}
-    ),
-    "zero 2, recomputed with dropout": layout(
-        *(2, 2, 1, 4, "swiglu", "adamw"),
-        ep=2,
-        changes={"model": {"hidden_dropout": 0.1}, "recompute": FULL},
-    ),
-    "zero 1, dropping by probability": layout(
-        *(2, 1, 1, 4, "learned", "adamw"), ep=2, moe=DROPPING
-    ),
-    "zero 1, dropping by position": layout(
-        *(2, 1, 1, 1, "untied", "sgd"),
-        ep=2,
-        moe={**DROPPING_BY_POSITION, "moe_router_pre_softmax": True},
-    ),
-    "slices of sequences, dropping by position": layout(
-        *(4, 1, 1, 1, "gqa", "sgd"),
-        ep=2,
-        sp=2,
-        moe={**DROPPING_BY_POSITION, **SIGMOID, **BIAS, **BY_SEQUENCE, **SHARED},
-    ),
-    IN_STAGES: layout(
-        *(4, 1, 1, 4, "latent", "adamw"),
-        ep=2,
-        pp=2,
-        moe={**FOUR, **SIGMOID, **BIAS, **GLOBAL, "expert_interval": 2},
-        changes={"recompute": FULL},
-    ),
-    "folded stages, tp": layout(
-        *(4, 1, 2, 4, "latent", "sgd"),
-        pp=2,
-        moe={**FOUR, **SHARED, "moe_layer_freq": "[0]*1+[1]*4", "moe_latent_size": 16},
-        changes={
-            "model": {"num_layers": 5},  # of which one rank has more
-            "parallel": {"sequence_parallel": True, "pipeline_schedule": "dualpipev"},
-        },
-    ),
-    "zero 1, tp, five steps of a loop over experts": layout(
-        *(4, 1, 2, 2, "learned", "adamw"),
-        ep=4,
-        changes=WHOLE,
-        moe={**FOUR, **SIGMOID, **BIAS, **SHARED, "moe_latent_size": 16},
-        lengths=FIVE_STEPS,
-    ),
-    "zero 1, tp": layout(
-        *(4, 1, 2, 4, "swiglu", "sgd"),
-        ep=2,
-        moe={**DROPPING_BY_POSITION, "moe_ffn_hidden_size": 12},
-        changes={**WHOLE, "recompute": FULL},
-    ),
-    "zero 2, two copies": layout(4, 2, 1, 4, "tied", "adamw", ep=2),
-    "zero 1, one expert per rank": layout(
-        *(4, 1, 1, 4, "learned", "adamw"),
-        ep=4,
-        changes={
-            "data": {"reset_attention_mask": True},
-            "schedule": {"curriculum_seqlen": (8, 8, 32)},
-        },
-        ends=0.2,
-        lengths=(8, 16, 16),
-    ),
-}
-PRECISIONS: dict[str, Changes] = {
-    "bf16": {"precision": {"bf16": True}},
-    "fp16": {"precision": {"fp16": True, "allow_fp16_on_cpu": True, "loss_scale": 128.0}},
-}
-HALF = {
-    "zero 1, tp, bf16": layout(4, 1, 2, 4, "learned", "adamw", ep=2, changes=PRECISIONS["bf16"]),
-    "zero 1, two copies, bf16": layout(
-        *(4, 1, 1, 1, "learned", "sgd"), ep=2, changes=PRECISIONS["bf16"]
-    ),
-    "zero 2, two copies, bf16": layout(
-        *(4, 2, 1, 4, "tied", "adamw"), ep=2, changes=PRECISIONS["bf16"]
-    ),
-    "zero 2, tp, fp16": layout(4, 2, 2, 1, "swiglu", "sgd", ep=2, changes=PRECISIONS["fp16"]),
-}
-OTHERS = {
-    "zero 0, two copies": layout(4, 0, 1, 4, "learned", "adamw", ep=2),
-    "zero 2, tp": layout(4, 2, 2, 1, "swiglu", "sgd", ep=2),
-}
-"""Layouts of the tests below alone."""
+CASES, HALF, OTHERS = (
+    {name: layout(**row) for name, row in TABLES[table].items()}
+    for table in ("cases", "half", "others")
+)
+"""Those of the training, those in half precision, and those of the tests below alone."""
 EVERYTHING = {**CASES, **HALF, **OTHERS}
-NONFINITE = (
-    "zero 2, recomputed with dropout",
-    "zero 1, two copies, bf16",
-    "zero 0, two copies",
-    "slices of sequences, dropping by position",
-    IN_STAGES,
-)
-UNUSED = (
-    "zero 1, top 1, every other layer",
-    "zero 2, tp",
-    "slices of sequences, dropping by position",
-)
-RESUMED = ("zero 1, tp, bf16", "zero 2, two copies", "zero 0, two copies", IN_STAGES)
-TWO_COPIES = ("zero 2, two copies",)
-TRAINED_IN_PROOFS = (
-    *("zero 1, dropping by position", "zero 1, tp", "folded stages, tp"),
-    *TWO_COPIES,
-)
+NONFINITE = TABLES["nonfinite"]
+UNUSED = TABLES["unused"]
+RESUMED = TABLES["resumed"]
+TRAINED_IN_PROOFS = TABLES["trained_in_proofs"]
 HALF_IN_PROOFS = tuple(HALF)[1:]
 SKIPPED_IN_PROOFS = (NONFINITE[1], *NONFINITE[3:])
 UNUSED_IN_PROOFS = UNUSED[1:]

@@ -22,31 +22,14 @@ from tests.dist.parity_cases import Case, config_of, reference_of
 from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 from tests.dist.reference import Run
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 REPEATED = "repeated"
 """The second run of the first case, after all others."""
 
-CASES = (
-    Case(2, 0, 2, 4, "sinks", "clipped"),
-    Case(2, 1, 1, 4, "window", "adamw", {"logging": {"log_max_attention_logit": True}}),
-    Case(2, 2, 2, 1, "after", "sgd"),
-    Case(2, 3, 1, 1, "gqa", "adamw"),
-    Case(2, 3, 2, 4, "untied", "sgd"),
-    Case(2, 1, 1, 4, "sinks", "clipped", sp=2),
-    Case(2, 1, 1, 4, "sinks", "clipped", pp=2),
-    # Fused queries, keys and values of different sizes, and a fused gate.
-    Case(2, 1, 1, 4, "swiglu", "muon"),
-    Case(2, 2, 1, 4, "gqa", "normuon"),
-    Case(2, 3, 2, 4, "latent", "clipped"),
-    Case(4, 1, 2, 1, "gqa", "normuon"),
-    # Embeddings and output layer in groups of their own.
-    Case(2, 0, 2, 4, "reordered", "grouped"),
-    Case(2, 1, 1, 4, "norm stream", "grouped"),
-    Case(2, 3, 2, 4, "reordered", "grouped"),
-    Case(2, 0, 2, 4, "parallel", "cautious"),
-    Case(2, 1, 1, 4, "latent", "cautious", sp=2),
-    Case(2, 1, 2, 4, "latent", "adamw", {"parallel": {"sequence_parallel": True}}),
-)
+CASES = tuple(Case(**row) for row in TABLES["cases"])
 SMOKE = CASES[:4]
 """One case of each ZeRO stage."""
 PROOFS = (CASES[4], *CASES[7:9], *CASES[11:13])

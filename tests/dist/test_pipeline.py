@@ -20,7 +20,6 @@ from tests.dist.parity_cases import (
     SAMPLES_PER_STEP,
     SHAPE,
     Case,
-    Changes,
     config_of,
     plans_of,
     samples_of,
@@ -29,51 +28,12 @@ from tests.dist.parity_cases import (
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs, selected, training
 from tests.dist.reference import Samples, evaluate_reference, train_reference
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
 
-TIED = (4, "tied", "adamw")
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
-PER_TOKEN = {"data": {"eod_mask_loss": True}, "optimizer": {"calculate_per_token_loss": True}}
-DOCUMENTS = {
-    "data": {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
-    "recompute": {"recompute_granularity": "full"},
-}
-VARYING: dict[str, Any] = {"batches": (16, 8, 16), "lengths": (8, 16, 12)}
+TABLES = tables(__file__, tuple)
 
 
-def partitioned(method: str) -> Changes:
-    return {"model": {"num_layers": 5}, "parallel": {"pp_partition_method": method}}
-
-
-SEQUENCE = {"sequence_parallel": True}
-FOLDED = {"pipeline_schedule": "dualpipev"}
-CASES = {
-    "tensor-and-stages": Case(4, 1, 2, 4, "tied", "grouped", pp=2),
-    "data-and-stages": Case(
-        *(4, 1, 1, 4, "ahead", "adamw"),
-        {**PER_TOKEN, "parallel": {"pp_partition_method": "uniform"}},
-        pp=2,
-        ends=0.1,
-        **VARYING,
-    ),
-    "four-stages": Case(4, 1, 1, 4, "untied", "grouped", partitioned("parameters"), pp=4),
-    "listed-layers": Case(4, 0, 1, 1, "alibi", "sgd", partitioned("1,1,2,1"), pp=4),
-    "lengths-and-batches": Case(4, 1, 1, *TIED, {"model": DROPOUT}, pp=2, **VARYING),
-    "documents": Case(
-        4, 1, 2, 4, "ahead", "adamw", {**DOCUMENTS, "parallel": SEQUENCE}, pp=2, ends=0.1
-    ),
-    "folded": Case(
-        *(4, 1, 2, 4, "tied", "grouped"),
-        {"model": {"num_layers": 5, "hidden_dropout": 0.1}, "parallel": {**FOLDED, **SEQUENCE}},
-        pp=2,
-    ),
-    "folded-lengths-and-batches": Case(
-        *(4, 1, 1, 8, "tied", "adamw"),
-        {"model": {"num_layers": 4, **DROPOUT}, "parallel": FOLDED},
-        pp=2,
-        batches=(16, 8, 20),
-        lengths=(8, 16, 12),
-    ),
-}
+CASES = {name: Case(**row) for name, row in TABLES["cases"].items()}
 
 
 @pytest.fixture(scope="module")

@@ -41,146 +41,16 @@ from megatron_ds.train_state import StepPlan, StepResult
 from tests.dist.rank_jobs import Job, JobResults, run_jobs, selected
 from tests.observed import Observed
 from tests.proofs.cases import with_proofs
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 NEGLIGIBLE = 60
 """Bytes of norms, flags, and the loads of experts."""
-LENGTH, VOCAB = 16, 256
-MODEL: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": LENGTH,
-    "vocab_size": VOCAB,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
-LLAMA = {
-    "num_query_groups": 2,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "activation": "swiglu",
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-    "norm_position": "reordered",
-    "qk_layernorm": True,
-    "qk_layernorm_scope": "all-heads",
-}
-LATENT = {
-    "multi_latent_attention": True,
-    "position_embedding_type": "rope",
-    "q_lora_rank": 32,
-    "kv_lora_rank": 40,
-    "qk_layernorm": True,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 12,
-}
-AHEAD = {**LLAMA, "mtp_num_layers": 2}
-TP, PP, SP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "ds_sequence_parallel_size",
-)
-EP = "expert_model_parallel_size"
-EXPERTS: dict[str, Any] = {"num_experts": (4,), "moe_router_topk": 2}
-OF_TODAY = {
-    **EXPERTS,
-    "moe_layer_freq": "[0,1,1,0]",
-    "moe_latent_size": MODEL["hidden_size"] // 2,
-    "moe_shared_expert_intermediate_size": 32,
-    "moe_shared_expert_gate": True,
-}
-FULL = {"recompute_granularity": "full"}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero0 fp32": {"zero_stage": 0, "fp32": True},
-    "zero1": {"zero_stage": 1},
-    "zero2": {"zero_stage": 2},
-    "zero3": {"zero_stage": 3},
-    "zero2 fp32, llama": {"zero_stage": 2, "fp32": True, "model": LLAMA},
-    "zero1 tp2": {"zero_stage": 1, TP: 2},
-    "zero2 tp2, latent attention": {"zero_stage": 2, TP: 2, "model": LATENT},
-    "zero1 tp2 sp2, latent attention without a vector of queries": {
-        "zero_stage": 1,
-        TP: 2,
-        SP: 2,
-        "model": {**LATENT, "q_lora_rank": None},
-    },
-    "zero1 tp2 sequence parallel, latent attention, full recomputation": {
-        "zero_stage": 1,
-        TP: 2,
-        "sequence_parallel": True,
-        "model": LATENT,
-        "recompute": FULL,
-    },
-    "zero2 tp2, llama": {"zero_stage": 2, TP: 2, "model": AHEAD},
-    "zero1 tp4 sequence parallel": {"zero_stage": 1, TP: 4, "sequence_parallel": True},
-    "zero1 tp2 sequence parallel, llama, full recomputation": {
-        "zero_stage": 1,
-        TP: 2,
-        "sequence_parallel": True,
-        "model": AHEAD,
-        "recompute": FULL,
-    },
-    "zero1 tp2 full recomputation": {"zero_stage": 1, TP: 2, "recompute": FULL},
-    "zero1 pp2": {"zero_stage": 1, PP: 2},
-    "zero1 pp2 tp2": {"zero_stage": 1, PP: 2, TP: 2},
-    "zero1 pp2 tp2 sequence parallel, hidden states in fp32": {
-        "zero_stage": 1,
-        PP: 2,
-        TP: 2,
-        "sequence_parallel": True,
-        "model": {"fp32_residual_connection": True, "mtp_num_layers": 1},
-    },
-    "zero1 pp4, llama": {"zero_stage": 1, PP: 4, "model": LLAMA},
-    "zero1 sp2": {"zero_stage": 1, SP: 2},
-    "zero3 sp2, llama": {"zero_stage": 3, SP: 2, "model": AHEAD},
-    "zero2 sp2 tp2": {"zero_stage": 2, SP: 2, TP: 2},
-    "zero1 pp2 tp2 experts, llama": {
-        "zero_stage": 1,
-        PP: 2,
-        TP: 2,
-        "model": {**AHEAD, "mtp_num_layers": 1},
-        "moe": EXPERTS,
-    },
-    "zero1 ep2 sp2": {"zero_stage": 1, SP: 2, EP: 2, "moe": EXPERTS},
-    "zero2 ep4, every second layer": {
-        "zero_stage": 2,
-        EP: 4,
-        "moe": {**EXPERTS, "expert_interval": 2},
-    },
-    "zero1 ep2 tp2 full recomputation": {
-        "zero_stage": 1,
-        TP: 2,
-        EP: 2,
-        "moe": OF_TODAY,
-        "recompute": FULL,
-    },
-    "zero1 ep4 tp2 whole experts": {
-        "zero_stage": 1,
-        TP: 2,
-        EP: 4,
-        "expert_tensor_parallel_size": 1,
-        "sequence_parallel": True,
-        "moe": OF_TODAY,
-    },
-    "zero1 ep2 tp2 sequence parallel": {
-        "zero_stage": 1,
-        TP: 2,
-        EP: 2,
-        "sequence_parallel": True,
-        "moe": OF_TODAY,
-    },
-}
-IN_MAKE_TEST = (
-    *("zero0 fp32", "zero2 tp2, llama", "zero3 sp2, llama"),
-    "zero1 pp2 tp2 experts, llama",
-    *(
-        "zero1 tp2 sequence parallel, llama, full recomputation",
-        "zero1 tp2 sequence parallel, latent attention, full recomputation",
-        "zero2 ep4, every second layer",
-        "zero1 ep2 tp2 sequence parallel",
-    ),
-)
+MODEL: dict[str, Any] = TABLES["model"]
+LENGTH, VOCAB = MODEL["seq_length"], MODEL["vocab_size"]
+LAYOUTS: dict[str, dict[str, Any]] = TABLES["layouts"]
+IN_MAKE_TEST = TABLES["in_make_test"]
 """Every axis, every ZeRO stage, both models and both precisions."""
 ACCUMULATION = 3
 
@@ -242,14 +112,7 @@ def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]
     return mesh.pp.rank, dict(sent)
 
 
-SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 1.0, "clip_grad": 0.0}
-ADAMW: dict[str, Any] = {"lr": 1e-2, "clip_grad": 0.05}
-SUMMED = {
-    "zero1 tp2": (ADAMW, True),
-    "zero1 pp2": (SGD, True),
-    "zero1 ep2 tp2 full recomputation": (ADAMW, True),
-    "zero1 ep2 sp2": (SGD, False),
-}
+SUMMED = TABLES["summed"]
 """Layouts, optimizers, and whether all sums are of two ranks: those of more depend on the order."""
 
 

@@ -62,6 +62,9 @@ from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO, swap_sm
 from tests.dist.parity_cases import SHAPE, Case, config_of
 from tests.dist.rank_jobs import Job, JobResults, run_by_world, selected
 from tests.dist.reference import Tensors
+from tests.tables import tables
+
+TABLES = tables(__file__, tuple)
 
 WORLDS = (1, 2, 4)
 STEPS = 2
@@ -115,16 +118,8 @@ class Layout:
         return IN_HALF_PRECISION if "precision" in self.changes else RELATIVE
 
 
-DENSE = {"num_layers": 3, "activation": "swiglu"}
-SIZES: dict[str, dict[str, int]] = {
-    "1_1_1": {"world": 1},
-    "2_1_1": {"tp": 2},
-    "1_2_1": {"pp": 2},
-    "1_1_2": {},
-    "2_2_1": {"world": 4, "tp": 2, "pp": 2},
-    "2_1_2": {"world": 4, "tp": 2},
-    "ulysses": {"ulysses": 2},
-}
+DENSE, BF16 = TABLES["dense"], TABLES["bf16"]
+SIZES: dict[str, dict[str, int]] = TABLES["sizes"]
 """Tensor-, pipeline- and data-parallel size."""
 
 
@@ -150,118 +145,12 @@ DENSE_LAYOUTS = {
     for sizes, options in SIZES.items()
     for stage in stages_of(sizes)
 }
-MOE: dict[str, Any] = {
-    "model": "latent",
-    "changes": {
-        "moe": {
-            "num_experts": (4,),
-            "moe_router_bias": True,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_ffn_hidden_size": 24,
-            "moe_latent_size": 16,
-            "moe_shared_expert_intermediate_size": 16,
-            "moe_shared_expert_gate": True,
-        }
-    },
-}
-WHOLE: dict[str, Any] = {
-    "model": "latent",
-    "changes": {
-        **MOE["changes"],
-        "parallel": {"expert_tensor_parallel_size": 1, "sequence_parallel": True},
-    },
-}
-NO_BIAS = "swiglu"
-SGD = {"optimizer": {"sgd_momentum": 0.9, "lr": 0.05}, "model": {"num_layers": 4}}
-BF16 = {"precision": {"bf16": True}}
-FP16 = {"precision": {"fp16": True, "allow_fp16_on_cpu": True, "initial_loss_scale": 256.0}}
-BF16_MASTERS = {"precision": {"bf16": True, "bf16_master_weights": True}}
-CPU, BOTH = (
-    {"deepspeed": {"cpu_optimizer": True, **more}} for more in ({}, {"remote_device": "cpu"})
-)
 NVME = {"deepspeed": {"nvme_optimizer": True}}
-BY_NAME = {"param_group": ("pattern=layers.1.mlp.*,lr=1.0000001x",)}
-"""Another group of parameters, whose step is that of the others within the tolerance."""
-FAMILIES: dict[str, dict[str, Layout]] = {
-    "experts": {
-        "zero0": Layout(0, world=1, **MOE),
-        "ep2 zero1": Layout(1, ep=2, **MOE),
-        "tp2 zero3": Layout(3, tp=2, **MOE),
-        "ep2 tp2 zero2": Layout(2, world=4, ep=2, tp=2, **MOE),
-        "whole zero2": Layout(2, world=4, ep=4, tp=2, **WHOLE),
-        "dp2 zero2": Layout(2, **MOE),
-        "ep2 zero2": Layout(2, ep=2, **MOE),
-        "ep2 zero0": Layout(0, ep=2, **MOE),
-        "ep2 pp2 zero1": Layout(1, world=4, ep=2, pp=2, **MOE),
-        "ep2 tp2 zero0": Layout(0, world=4, ep=2, tp=2, **MOE),
-        "whole zero0": Layout(0, world=4, ep=4, tp=2, **WHOLE),
-        "whole zero3": Layout(3, ep=2, tp=2, **WHOLE),
-        "ep2 ulysses zero2": Layout(2, world=4, ep=2, ulysses=2, **MOE),
-        "ep2 dp4 zero1": Layout(1, world=4, ep=2, **MOE),
-    },
-    "sgd": {
-        "zero0": Layout(0, optimizer="sgd", changes=SGD),
-        "zero3 tp2": Layout(3, tp=2, optimizer="sgd", changes=SGD),
-        "zero1 pp2": Layout(1, pp=2, optimizer="sgd", changes=SGD),
-        "zero1 folded": Layout(
-            1, pp=2, optimizer="sgd", accumulation=4, schedule="dualpipev", changes=SGD
-        ),
-        "zero2": Layout(2, optimizer="sgd", changes=SGD),
-    },
-    "lion": {
-        "zero0": Layout(0, optimizer="lion", model=NO_BIAS),
-        "zero3 tp2": Layout(3, tp=2, optimizer="lion", model=NO_BIAS),
-        "zero1 pp2": Layout(1, pp=2, optimizer="lion", model=NO_BIAS),
-        "zero2": Layout(2, optimizer="lion", model=NO_BIAS),
-    },
-    "muon": {
-        "zero0": Layout(0, optimizer="normuon"),
-        "zero3 tp2": Layout(3, tp=2, optimizer="normuon"),
-        "zero1 pp2": Layout(1, pp=2, optimizer="normuon"),
-        "zero2": Layout(2, optimizer="normuon"),
-    },
-    "precision": {
-        "fp32 zero0": Layout(0, model="untied"),
-        "bf16 zero1": Layout(1, model="untied", changes=BF16),
-        "fp16 zero2 tp2": Layout(2, tp=2, model="untied", changes=FP16),
-        "fp16 zero3": Layout(3, model="untied", changes=FP16),
-        "fp32 zero3 tp2": Layout(3, tp=2, model="untied"),
-        "bf16 zero2 tp2": Layout(2, tp=2, model="untied", changes=BF16),
-        "bf16 zero3": Layout(3, model="untied", changes=BF16),
-        "bf16 pp2": Layout(1, pp=2, model="untied", changes=BF16),
-        "bf16 masters": Layout(3, model="untied", changes=BF16_MASTERS),
-    },
-    "memory": {
-        "zero0": Layout(0),
-        "zero1 cpu": Layout(1, changes=CPU),
-        "zero3 nvme": Layout(3, changes=NVME),
-        "zero2 cpu tp2": Layout(2, tp=2, changes=CPU),
-        "zero3 both": Layout(3, changes=BOTH, zero={"sub_group_size": 1000}),
-        "round robin": Layout(2, zero={"round_robin_gradients": True}),
-        "sub-groups": Layout(3, zero={"sub_group_size": 1000}),
-        "aligned": Layout(1, zero={"parameter_alignment": True}),
-        "hpz": Layout(3, zero={"zero_hpz_partition_size": 2}),
-        "more padding": Layout(
-            1,
-            tp=2,
-            changes={"model": {"make_vocab_size_divisible_by": 70}, "optimizer": BY_NAME},
-            zero={"parameter_alignment": True},
-        ),
-    },
+FAMILIES = {
+    family: {name: Layout(**row) for name, row in layouts.items()}
+    for family, layouts in TABLES["families"].items()
 }
-BASIC_LAYOUTS: dict[str, tuple[str, ...]] = {
-    "dense": ("1_1_1 zero0", "2_1_2 zero3", "1_2_1 zero1", "ulysses zero2"),
-    "experts": ("zero0", "whole zero2", "tp2 zero3", "ep2 pp2 zero1"),
-    "sgd": ("zero3 tp2", "zero1 folded"),
-    "lion": ("zero0", "zero3 tp2"),
-    "muon": ("zero3 tp2", "zero1 pp2"),
-    "precision": ("fp32 zero0", "bf16 zero1", "fp16 zero2 tp2", "fp16 zero3", "bf16 masters"),
-    "memory": (
-        *("zero3 nvme", "zero2 cpu tp2", "zero3 both", "round robin", "hpz"),
-        "more padding",
-    ),
-}
+BASIC_LAYOUTS: dict[str, tuple[str, ...]] = TABLES["basic_layouts"]
 """Those of `make test`."""
 if WITHOUT_LIBAIO is not None:
     del FAMILIES["memory"]["zero3 nvme"]
@@ -317,18 +206,9 @@ FURTHER = (
 """Further pairs of the proofs."""
 LAST = {target: source for source, target in (*FURTHER, *BASIC)}
 """Of each layout the checkpoint that it also loads in other forms."""
-UNIVERSAL = (
-    *("dense ulysses zero2", "experts ep2 pp2 zero1", "sgd zero3 tp2", "muon zero1 pp2"),
-    *("precision fp16 zero2 tp2", "memory more padding"),
-)
-WITHOUT_OPTIMIZER = (
-    *("dense 1_2_1 zero1", "experts whole zero2", "precision fp16 zero2 tp2"),
-    *("memory zero3 both", "memory round robin"),
-)
-IN_BACKGROUND = (
-    *("dense 2_1_2 zero3", "experts whole zero2", "muon zero1 pp2"),
-    *("precision fp16 zero2 tp2", "memory zero2 cpu tp2"),
-)
+UNIVERSAL = TABLES["universal"]
+WITHOUT_OPTIMIZER = TABLES["without_optimizer"]
+IN_BACKGROUND = TABLES["in_background"]
 """Layouts that do so in `make test`; the others are proofs."""
 
 

@@ -44,7 +44,7 @@ from tests.dist.reference import Tensors
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
 
-TABLES = tables(__file__)
+TABLES = tables(__file__, tuple)
 
 STEPS = 2
 """Steps before the checkpoint."""
@@ -158,15 +158,7 @@ SETTINGS: dict[str, tuple[Any, Apply]] = {
     "loss_scale": (None, set_scale),
 }
 """Field -> value after the resume, and how a run changes it in its process."""
-OF_ALL = ("lr", "weight_decay", "clip_grad", "hidden_dropout", "attention_dropout")
-OF_ADAM = (*OF_ALL, "adam_beta1", "adam_beta2", "adam_eps", "micro_batch_size")
-OF_LION = (*OF_ALL, "lion_beta1", "lion_beta2")
-OF_MUON = (*OF_ALL, "muon_momentum", "muon_nesterov", "muon_extra_scale_factor")
-OF_DYNAMIC_SCALE = (*OF_ADAM, "loss_scale_window", "hysteresis", "min_loss_scale")
-
-BF16, OFFLOAD = {"bf16": True}, {"cpu_optimizer": True}
-FP16 = {"fp16": True, "allow_fp16_on_cpu": True, "loss_scale_window": 1, "hysteresis": 2}
-DYNAMIC = {**FP16, "initial_loss_scale": 2.0**8}
+OF_ADAM = TABLES["of_adam"]
 
 
 @dataclass(frozen=True)
@@ -190,44 +182,7 @@ class Layout:
         return config.with_values({"sgd_momentum": 0.9, "param_group": None, **types})
 
 
-LAYOUTS = {
-    "zero0": Layout(0),
-    "zero0 sgd": Layout(0, (*OF_ALL, "sgd_momentum"), "sgd"),
-    "zero1": Layout(1),
-    "zero1 sgd": Layout(1, (*OF_ALL, "sgd_momentum"), "sgd"),
-    "zero2 tp2": Layout(2, tp=2, moments="bf16"),
-    "zero3": Layout(3),
-    "zero1 bf16": Layout(1, precision=BF16),
-    "zero2 bf16": Layout(2, precision=BF16),
-    "zero3 bf16": Layout(3, precision=BF16),
-    "zero1 fp16": Layout(1, OF_DYNAMIC_SCALE, precision=DYNAMIC),
-    "zero2 fp16": Layout(2, OF_DYNAMIC_SCALE, precision=DYNAMIC),
-    "zero3 fp16": Layout(3, OF_DYNAMIC_SCALE, precision=DYNAMIC),
-    "zero2 fp16 static": Layout(
-        2, (*OF_ADAM, "loss_scale"), precision={**DYNAMIC, "loss_scale": 2.0**10}
-    ),
-    "zero1 bf16 offload": Layout(1, precision=BF16, deepspeed=OFFLOAD),
-    "zero2 offload": Layout(2, deepspeed=OFFLOAD),
-    "zero3 fp16 offload": Layout(3, OF_DYNAMIC_SCALE, precision=DYNAMIC, deepspeed=OFFLOAD),
-    "zero3 bf16 offload": Layout(3, precision=BF16, deepspeed={**OFFLOAD, "remote_device": "cpu"}),
-    "zero1 bf16 8-bit": Layout(1, OF_ADAM, "8-bit", precision=BF16),
-    "zero3 tp2 fp16 8-bit": Layout(3, OF_ADAM, "8-bit", tp=2, precision=DYNAMIC),
-    "zero0 muon": Layout(0, OF_MUON, "muon"),
-    "zero1 bf16 muon": Layout(1, OF_MUON, "muon", precision=BF16),
-    "zero2 tp2 muon offload": Layout(
-        2, OF_MUON, "normuon", tp=2, deepspeed=OFFLOAD, moments="bf16"
-    ),
-    "zero3 fp16 muon": Layout(3, OF_MUON, "muon", precision=DYNAMIC),
-    "zero1 bf16 lion": Layout(1, OF_LION, "lion", precision=BF16),
-    "zero2 tp2 lion offload": Layout(2, OF_LION, "lion", tp=2, deepspeed=OFFLOAD),
-    "zero3 fp16 lion offload": Layout(
-        *(3, OF_LION, "lion"),
-        precision=DYNAMIC,
-        deepspeed={**OFFLOAD, "remote_device": "cpu"},
-        moments="bf16",
-    ),
-    "zero2 ulysses": Layout(2, (*OF_ADAM, "rotary_base"), model="rope", ulysses=2),
-}
+LAYOUTS = {name: Layout(**row) for name, row in TABLES["layouts"].items()}
 IN_MAKE_TEST = TABLES["in_make_test"]
 CASES = [n if n in IN_MAKE_TEST else pytest.param(n, marks=pytest.mark.proof) for n in LAYOUTS]
 OPTIMIZERS_CHANGED = TABLES["optimizers_changed"]
