@@ -87,9 +87,7 @@ class DeviceBatches:
         *,
         document_end: int | None = None,
     ) -> None:
-        self._batches = batches
-        self._device = device
-        self._sharing = sharing
+        self._batches, self._device, self._sharing = batches, device, sharing
         self._document_end = document_end
         accelerator = get_accelerator() if accelerator is None else accelerator
         self._copies = None if accelerator.Stream is None else _Copies(accelerator, device)
@@ -138,8 +136,7 @@ class _Copies:
     """Asynchronous copies to an accelerator, through pinned buffers of its own."""
 
     def __init__(self, accelerator: Any, device: torch.device) -> None:
-        self._accelerator = accelerator
-        self._device = device
+        self._accelerator, self._device = accelerator, device
         self._stream = accelerator.Stream()
         self._buffers: list[Tensor] = []
         self._copied = [accelerator.Event() for _ in range(NUM_BUFFERS)]

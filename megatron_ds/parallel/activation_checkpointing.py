@@ -34,8 +34,7 @@ class ActivationCheckpointing:
     def __init__(
         self, config: RecomputeConfig, rng: RngStreams, checkpoint: Function | None = None
     ) -> None:
-        self.config = config
-        self._rng = rng
+        self.config, self._rng = config, rng
         self._checkpoint = self._checkpoint_by_torch if checkpoint is None else checkpoint
 
     def run(self, function: Function, *inputs: Tensor) -> Tensor:

@@ -30,8 +30,7 @@ class SkippedSteps:
     """
 
     def __init__(self, config: PrecisionConfig, engine: ZeroEngine) -> None:
-        self._config = config
-        self._engine = engine
+        self._config, self._engine = config, engine
         self._count = self._steps = 0
         self._finite: dict[str, torch.Tensor] = {}
 

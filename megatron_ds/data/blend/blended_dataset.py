@@ -119,8 +119,7 @@ class BlendedDataset(RoutingDataset):
         source_starts: Sequence[int] | None = None,
     ) -> None:
         super().__init__(datasets)
-        self._order = order
-        self._first = first_sample
+        self._order, self._first = order, first_sample
         self._starts = tuple(source_starts or [0] * len(datasets))
         ends = np.add(self._starts, order.counts_at(len(order))).tolist()
         for index, (dataset, end) in enumerate(zip(datasets, ends, strict=True)):

@@ -68,8 +68,7 @@ class TokenFileWriter:
     ) -> None:
         self.prefix = prefix
         self.dtype = _checked_dtype(prefix, dtype)
-        self.files = files
-        self.written = written
+        self.files, self.written = files, written
         _, self._index, self._documents = files
         if written == NOTHING_WRITTEN:
             with name_in_errors(self._index.name):

@@ -52,8 +52,7 @@ class SafeCheckpointEngine(CheckpointEngine):
 
     def __init__(self, engine: Any, experts: ExpertFiles, *, saves_optimizer: bool = True) -> None:
         super().__init__()
-        self._saves_optimizer = saves_optimizer
-        self._experts = experts
+        self._saves_optimizer, self._experts = saves_optimizer, experts
         self.name = "CheckpointFiles"
         self._pending: dict[str, Any] = {}
         self._scripts: list[Path] = []
@@ -202,8 +201,7 @@ class _HashingFile:
     """
 
     def __init__(self, file: FileIO, is_cancelled: threading.Event | None) -> None:
-        self._file = file
-        self._is_cancelled = is_cancelled
+        self._file, self._is_cancelled = file, is_cancelled
         self.digest = new_checksum()
         self.size = 0
         self.error: OSError | None = None

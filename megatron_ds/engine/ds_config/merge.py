@@ -86,9 +86,7 @@ class _ConfigMerger:
     """Carries keys of a file into a configuration, one at a time."""
 
     def __init__(self, config: Config, file: DeepSpeedFile, warn: Warn) -> None:
-        self._config = config
-        self._file = file
-        self._warn = warn
+        self._config, self._file, self._warn = config, file, warn
         self._values: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
         self.problems: list[Problem] = []

@@ -19,18 +19,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ds.config import Config
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, get, has
 from megatron_ds.config.problems import Problem, option
 
-TRANSLATED = {
-    "WarmupLR": "constant",
-    "WarmupDecayLR": "linear",
-    "WarmupCosineLR": "deepspeed-cosine",
-}
+TABLES = read_table(__file__)
+TRANSLATED: dict[str, str] = TABLES["decay_styles"]
 """Our --lr-decay-style by type."""
-WARMUP_STEPS, DECAY_MAX_LR, COSINE_MIN_RATIO = 1000, 0.001, 0.0001
-"""DeepSpeed's defaults of warmup_num_steps, of warmup_max_lr in WarmupDecayLR, and of cos_min_ratio
-in WarmupCosineLR."""
+DECAY_MAX_LR = next(row[3] for row in TABLES["WarmupDecayLR"] if row[0] == "warmup_max_lr")
+"""DeepSpeed's default of warmup_max_lr in WarmupDecayLR."""
 CURRICULUM = "curriculum_learning"
 LENGTHS = (
     f"{CURRICULUM}.min_difficulty",
@@ -42,8 +39,6 @@ STEP = f"{CURRICULUM}.schedule_config.difficulty_step"
 
 FieldValues = Iterator[tuple[str, str, Any]]
 """Key, field of the configuration, and the value that the key gives it."""
-Row = tuple[str, str, Callable[[Any], float], Any]
-"""Key, field, conversion and default of the key; None: the default of the field."""
 
 
 def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> FieldValues:
@@ -65,36 +60,21 @@ def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> Fi
     yield "scheduler.type", "lr_decay_style", TRANSLATED[scheduler]
     is_warming, block = config.schedule.has_warmup, "scheduler.params"
     lr = 0.0 if math.isnan(config.optimizer.lr) else config.optimizer.lr
-
-    def rate_of_ratio(ratio: Any) -> float:
-        return float(ratio) * lr
-
-    start: Row = ("warmup_min_lr", "lr_warmup_init", float, None)
-    # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
-    warmup: Row = (
-        "warmup_num_steps",
-        f"lr_warmup_{unit}",
-        lambda steps: max(2, int(steps)) * per_step,
-        None if is_warming else WARMUP_STEPS,
-    )
-    end: Row = ("total_num_steps", f"lr_decay_{unit}", lambda steps: int(steps) * per_step, None)
-    rows: dict[str, list[Row]] = {
-        "WarmupLR": [start, ("warmup_max_lr", "lr", float, None), warmup],
-        "WarmupDecayLR": [
-            *(start, ("warmup_max_lr", "lr", float, DECAY_MAX_LR), warmup),
-            *(("warmup_min_lr", "min_lr", float, None), end),
-        ],
-        "WarmupCosineLR": [
-            *(("warmup_min_ratio", "lr_warmup_init", rate_of_ratio, None), warmup),
-            *(("cos_min_ratio", "min_lr", rate_of_ratio, COSINE_MIN_RATIO), end),
-        ],
+    conversions: dict[str, Callable[[Any], float]] = {
+        "rate": float,
+        "ratio": lambda ratio: float(ratio) * lr,
+        "steps": lambda steps: int(steps) * per_step,
+        # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
+        "warmup": lambda steps: max(2, int(steps)) * per_step,
     }
-    for name, field, convert, default in rows[scheduler]:
+    for name, stem, rule, *default in TABLES[scheduler]:
         key, value = f"{block}.{name}", file.get(f"{block}.{name}")
+        field = stem.format(unit=unit)
+        has_default = default and not (rule == "warmup" and is_warming)
         if value is not None:
-            yield key, field, convert(value)
-        elif default is not None and not has(file.values, key) and field not in config.given:
-            yield "scheduler.type", field, convert(default)
+            yield key, field, conversions[rule](value)
+        elif has_default and not has(file.values, key) and field not in config.given:
+            yield "scheduler.type", field, conversions[rule](*default)
     style, steps = f"{block}.warmup_type", f"{block}.warmup_num_steps"
     has_steps = is_warming or get(file.values, steps) != "auto"
     if has_steps and (file.get(style) or "lr_warmup_style" not in config.given):

@@ -38,9 +38,7 @@ class Decoder:
     def __init__(
         self, model: GPTModel, cache: PreallocatedCache, graphs: DecodeGraphs | None
     ) -> None:
-        self._model = model
-        self._cache = cache
-        self._graphs = graphs
+        self._model, self._cache, self._graphs = model, cache, graphs
         self._sequences: list[TextSequence] = []
         self._ids_B = torch.empty(0)
 
@@ -73,8 +71,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: GPTModel, cache: PreallocatedCache) -> None:
-        self._model = model
-        self._cache = cache
+        self._model, self._cache = model, cache
         module: Any = torch.get_device_module(cache.device)
         self._record = getattr(module, "make_graphed_callables", None)
         self._options: dict[str, Any] = {}

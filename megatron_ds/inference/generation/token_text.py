@@ -26,8 +26,7 @@ class TokenText:
             stops: Strings that end the text and are not part of it.
             prompt: Ids that precede the text, which some tokenizers separate from it by a space.
         """
-        self._decode = decode
-        self._stops = stops
+        self._decode, self._stops = decode, stops
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         if decode(self._ids).endswith("\ufffd"):  # it ends within a character
             self._ids = []

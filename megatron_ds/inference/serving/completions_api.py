@@ -290,8 +290,7 @@ class CompletionEvents:
     """The events of a job: one for each part of a text whose characters are complete."""
 
     def __init__(self, api: CompletionsApi, job: CompletionJob) -> None:
-        self._api = api
-        self._job = job
+        self._api, self._job = api, job
         self._head = api._head()
         decode = api.service.tokenizer.decode
         self._prompts = prompts = job.repeated_prompts

@@ -121,10 +121,7 @@ class Scheduler:
             max_waiting: Number of jobs that may wait while all slots of the engine are in use.
         """
         self.generated = self.prompted = 0
-        self._engine = engine
-        self._start = start
-        self._link = link
-        self._max_waiting = max_waiting
+        self._engine, self._start, self._link, self._max_waiting = engine, start, link, max_waiting
         self._works: dict[int, _Work] = {}
         self._owners: dict[int, tuple[int, int]] = {}
         """By the id of a sequence: its job's key, and its number in the job."""

@@ -105,10 +105,7 @@ class TextServer:
             options: How requests are treated.
             documents: JSON objects by path, for GET.
         """
-        self._scheduler = scheduler
-        self._apis = apis
-        self._log = log
-        self._options = options
+        self._scheduler, self._apis, self._log, self._options = scheduler, apis, log, options
         self._metrics = ServerMetrics(scheduler)
         # A thread, so that long prompts take no time from other requests.
         self._reader = WorkerThread()

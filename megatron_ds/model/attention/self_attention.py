@@ -91,9 +91,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout
-        self.group = group
-        self.rng = rng
-        self.checkpointing = checkpointing
+        self.group, self.rng, self.checkpointing = group, rng, checkpointing
         self.elementwise = EAGER
         spec = self.spec_type.of(config, layer)
         self.rule = spec.rule
