@@ -205,23 +205,17 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Runs loaded tasks; the results on the first rank, which alone prints the harness's log."""
     with quiet(on_first_rank=False):
-        return _evaluate(tasks, scorer, tokenizer, options.num_fewshot, options.limit)
+        limits = {"num_fewshot": options.num_fewshot, "limit": options.limit}
+        return _evaluate(tasks, scorer, tokenizer, **limits)
 
 
 def _evaluate(
-    tasks: Sequence[Any],
-    scorer: Scorer,
-    tokenizer: Tokenizer,
-    num_fewshot: int | None,
-    limit: int | None,
-    **options: Any,
+    tasks: Sequence[Any], scorer: Scorer, tokenizer: Tokenizer, **options: Any
 ) -> dict[str, Any]:
     """The harness's results on the first rank; empty on the others."""
     result = simple_evaluate(
         model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
         tasks=list(tasks),
-        num_fewshot=num_fewshot,
-        limit=limit,
         # It would read all definitions otherwise.
         task_manager=TaskManager(include_defaults=False),
         log_samples=False,
@@ -286,7 +280,8 @@ def run_loaded(
     """The metrics of each loaded task and group, on every rank. Collective, and silent."""
     with quiet():
         # Without standard errors, by processes of its own.
-        result = _evaluate(tasks, scorer, tokenizer, num_fewshot, limit, bootstrap_iters=0)
+        limits = {"num_fewshot": num_fewshot, "limit": limit, "bootstrap_iters": 0}
+        result = _evaluate(tasks, scorer, tokenizer, **limits)
     results = broadcast_from_rank0(result.get("results", {}))
     return {
         task: {

@@ -20,7 +20,7 @@ import torch
 from megatron_ds.config import EvaluationConfig
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.monitoring.evaluation import FileTask
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, collect, renaming_fields
 from megatron_ds.evaluation import texts
 from megatron_ds.evaluation.scoring import NOTHING, Score, ScoredText, Scorer
 from megatron_ds.evaluation.tasks import PERPLEXITY, Task, format_of
@@ -53,10 +53,10 @@ def problems(options: EvaluationConfig) -> Iterator[Problem]:
     if options.harness_tasks:
         from megatron_ds.evaluation import harness  # seconds
 
-        try:
+        unknown: list[Problem] = []
+        with collect(unknown), renaming_fields(**FLAGS):
             harness.find_tasks(options.harness_tasks, options.eval_tasks_include_path)
-        except UserError as error:
-            yield from (problem.about(**FLAGS) for problem in error.problems)
+        yield from unknown
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,9 @@ class TaskEvaluation:
         if options.harness_tasks:
             from megatron_ds.evaluation import harness
 
-            try:
-                with restored_random_states(self.device):
-                    names, folders = options.harness_tasks, options.eval_tasks_include_path
-                    self._loaded.extend(harness.load_tasks(names, folders))
-            except UserError as error:
-                raise UserError(*(problem.about(**FLAGS) for problem in error.problems)) from error
+            with renaming_fields(**FLAGS), restored_random_states(self.device):
+                names, folders = options.harness_tasks, options.eval_tasks_include_path
+                self._loaded.extend(harness.load_tasks(names, folders))
 
     def run(self, is_stopped: Callable[[], bool]) -> list[Result]:
         """Evaluates every task. Collective.

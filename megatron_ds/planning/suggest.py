@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ds import schedule_validation
 from megatron_ds.config import Config
 from megatron_ds.config.checks import divisors
-from megatron_ds.config.devices import HOST
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import with_flags
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.planning.hardware import Hardware
@@ -21,27 +21,10 @@ from megatron_ds.planning.settings import with_values
 STAGES = (1, 2, 3)
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTATION = (None, "selective", "full")
-OFFLOADING: tuple[dict[str, Any], ...] = (
-    {},
-    {"cpu_optimizer": True},
-    {"cpu_optimizer": True, "remote_device": HOST},
-)
-"""Each is tried only if nothing fits with the one before."""
+TABLES = read_table(__file__)
+OFFLOADING: list[dict[str, Any]] = TABLES["offloading"]
 SEQUENCE_SIZES = (1, 2, 4, 8)
-FLAGS = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "zero_stage": -1,
-    "micro_batch_size": -1,
-    "ds_sequence_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "recompute_granularity": None,
-    "cpu_optimizer": False,
-    "remote_device": "none",
-}
-"""Fields that the flags of a layout give if they have another value than this one, or were given
-another one."""
+FLAGS: dict[str, Any] = TABLES["flags"]
 TIE = 1.005
 """Steps within this ratio are as long: the layout with fewer stages comes first."""
 MARGIN = 0.92

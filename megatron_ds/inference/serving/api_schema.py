@@ -29,11 +29,7 @@ MAX_VALUE_CHARS = 60
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Surrogates, which JSON can express in a string and UTF-8 cannot; `json` joins pairs."""
 FIELDS = read_table(__file__, "request_fields.toml")
-"""Fields of other servers."""
-SAMPLING_ONLY = (
-    "logprobs", "top_n_logprobs", "temperature", "top_k", "top_p", "top_p_decay", "top_p_bound",
-    "stop_on_eol", "stop_on_double_eol", "random_seed",
-)  # fmt: skip
+SAMPLING_ONLY: list[str] = FIELDS["sampling_only"]
 
 
 @dataclass(frozen=True)
@@ -244,15 +240,10 @@ def _field_hint(name: str, known: Mapping[str, Any]) -> str:
 def _sampling_problems(fields: Mapping[str, Any]) -> Iterator[Problem]:
     if "" in fields["prompts"] and not fields.get("add_BOS"):
         yield Problem("empty-prompt-needs-bos")
-    for first, second in (("top_k", "top_p"), ("stop_on_eol", "stop_on_double_eol")):
+    for first, second in FIELDS["exclusive"]:
         if fields.get(first) and fields.get(second):
             yield Problem("request-fields-exclusive", first, second)
-    for name, needed in (
-        ("top_p_decay", "top_p"),
-        ("top_p_bound", "top_p"),
-        ("top_p_bound", "top_p_decay"),
-        ("top_n_logprobs", "logprobs"),
-    ):
+    for name, needed in FIELDS["needed"]:
         if fields.get(name) and not fields.get(needed):
             yield Problem("request-field-needs-another", name, needed)
     if fields.get("top_p") and fields.get("top_p_bound", 0) > fields["top_p"]:
