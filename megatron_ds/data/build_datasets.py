@@ -194,10 +194,10 @@ class _DatasetBuilder:
         consumed: int = 0,
     ) -> tuple[TokenDataset, BlendProgress]:
         """Builds a blend of `samples` samples after `consumed` that a previous run read."""
-        rule = self.files.config.blend_order if len(group.sources) > 1 else FAIR
+        config = self.files.config
+        rule = config.blend_order if len(group.sources) > 1 else FAIR
         files = [self.file(group, source, samples) for source in group.sources]
-        exact = self.files.config.train_data_exact_num_epochs
-        epochs = exact if group.split == "train" else None
+        epochs = config.train_data_exact_num_epochs if group.split == "train" else None
         weights = self.weights(files, epochs)
         identities = with_copy_numbers(
             SourceId(Path(file.source.prefix).name, file.lengths_hash, file.document_range)
@@ -219,25 +219,17 @@ class _DatasetBuilder:
         if epochs:
             ends = np.add(phase.source_starts, order.counts_at(length)).tolist()
             needed = self._without_margin(files, needed, ends, epochs)
-        requests = [
-            extend_requests(
-                history.sources[index].requests,
-                start + count - len(rest or ()),
-                file.tokens,
-                self.seq_length,
-                is_cyclic=self.files.config.is_cyclic,
-            )
-            for index, start, count, file, (rest, _) in zip(
-                phase.sources, phase.source_starts, needed, files, remaining, strict=True
-            )
-        ]
+        rests = [rest for rest, _ in remaining]
+        requests = self._requests(history, needed, files, rests)
         history = with_requests(history, requests)
         datasets: list[TokenDataset] = []
         for file, request, (rest, first) in zip(files, requests, remaining, strict=True):
             # The samples that are left from earlier lengths, then the consecutive indexes.
             indexes: list[LazyIndexes] = [] if rest is None else [rest]
             indexes += self._indexed(group.split, file, request, self.seq_length, first)
-            parts = [entry.dataset(self.vocab_size) for entry in indexes]
+            parts = [
+                entry.dataset(self.vocab_size, marks_ends=config.marks_ends) for entry in indexes
+            ]
             self.pending.extend(zip(parts, indexes, strict=True))
             datasets.append(parts[0] if len(parts) == 1 else ConcatDataset(parts))
         self._open_indexes()
@@ -246,6 +238,28 @@ class _DatasetBuilder:
         if len(files) > 1 or phase.first_sample or any(phase.source_starts):
             dataset = BlendedDataset(datasets, order, phase.first_sample, phase.source_starts)
         return dataset, BlendProgress(history, order)
+
+    def _requests(
+        self,
+        history: BlendHistory,
+        needed: Sequence[int],
+        files: Sequence[OpenedFile],
+        rests: Sequence[LazyRemainingIndexes | None],
+    ) -> list[tuple[int, ...]]:
+        """The indexes of each file, after those of earlier lengths."""
+        phase, is_cyclic = history.current, self.files.config.is_cyclic
+        return [
+            extend_requests(
+                history.sources[index].requests,
+                start + count - len(rest or ()),
+                file.tokens,
+                self.seq_length,
+                is_cyclic=is_cyclic,
+            )
+            for index, start, count, file, rest in zip(
+                phase.sources, phase.source_starts, needed, files, rests, strict=True
+            )
+        ]
 
     def _note_usage(
         self,

@@ -24,6 +24,8 @@ from megatron_ds.data.sample_index import IntArray, SampleIndexes
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, Tokens
 
 SampleArray = npt.NDArray[np.int32]
+END_MARK = 1 << 30
+"""Added to the id of a document's last token, if documents end where the .idx file ends them."""
 MAX_TOKEN = int(np.iinfo(np.int32).max)
 _FastViews = tuple[
     *tuple[memoryview, memoryview, memoryview, memoryview, memoryview],
@@ -101,7 +103,8 @@ class SampleReading:
         dataset = self._dataset
         if self._rest and dataset.cache is not None:
             dataset.cache.read(self._rest, dataset.read_into)
-        if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, self.rows):
+        ids = self.rows & ~END_MARK if getattr(dataset, "marks_ends", False) else self.rows
+        if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, ids):
             for position in self._positions:
                 dataset[position]  # raises the error, which names token and file
         if isinstance(dataset, TransformedDataset):
@@ -125,6 +128,7 @@ class TransformedDataset:
     ) -> None:
         self._dataset, self.transform = dataset, transform
         self.seq_length, self.vocab_size = dataset.seq_length, dataset.vocab_size
+        self.marks_ends = getattr(dataset, "marks_ends", False)
         self.cache, self.read_into = dataset.cache, dataset.read_into
         self.sample_id = dataset.sample_id
 
@@ -174,6 +178,8 @@ class NumberedDataset(ABC):
         self._size = len(indexes)
         self._views: Any = None
 
+    marks_ends = False
+
     @abstractmethod
     def read_numbered(self, sample: int, row: SampleArray) -> None:
         """Copies a sample's tokens, unchecked, into `row` [seq_length + 1]."""
@@ -198,12 +204,13 @@ class NumberedDataset(ABC):
             self.read_into(position, row)
         else:
             self.cache.read([(position, row)], self.read_into)
-        if self.vocab_size is not None and not _all_below(self.vocab_size, row):
+        ids = row & ~END_MARK if self.marks_ends else row
+        if self.vocab_size is not None and not _all_below(self.vocab_size, ids):
             raise user_error(
                 "sample-token-outside-vocabulary",
                 prefix=self.prefix,
                 sample=self._sample(position),
-                token=next(token for token in row.tolist() if not 0 <= token < self.vocab_size),
+                token=next(token for token in ids.tolist() if not 0 <= token < self.vocab_size),
                 vocab_size=self.vocab_size,
             )
         return row
@@ -232,6 +239,7 @@ class GPTDataset(NumberedDataset):
         indexes: Its indexes, `SampleIndexes` when they are loaded.
         seq_length: Tokens per sample, without the last label.
         vocab_size: Exclusive upper bound of the token ids; None for no check.
+        marks_ends: Add END_MARK to the last token of each sequence.
     """
 
     def __init__(
@@ -240,9 +248,11 @@ class GPTDataset(NumberedDataset):
         indexes: IndexProvider,
         seq_length: int,
         vocab_size: int | None = None,
+        *,
+        marks_ends: bool = False,
     ) -> None:
         super().__init__(tokens.prefix, tokens.cache, indexes, seq_length, vocab_size)
-        self._file = tokens
+        self._file, self.marks_ends = tokens, marks_ends
 
     def read_numbered(self, sample: int, row: SampleArray) -> None:
         _, documents, starts, lengths, pointers, tokens, item, marks, shift = (
@@ -264,6 +274,10 @@ class GPTDataset(NumberedDataset):
                 part = tokens[begin : begin + size]
                 # Truncated to 32 bits, an invalid 64-bit id might be valid.
                 row[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
+                if self.marks_ends and size:
+                    piece = row[filled : filled + size]
+                    np.minimum(piece, END_MARK - 1, out=piece)  # invalid ids stay so without a mark
+                    piece[-1] |= END_MARK * (offset + size == lengths[sequence])
             filled += size
             at, offset = at + 1, 0
 
@@ -316,7 +330,7 @@ class RemainingDataset(NumberedDataset):
 
     def __init__(self, dataset: NumberedDataset, indexes: IndexProvider, seq_length: int) -> None:
         super().__init__(dataset.prefix, dataset.cache, indexes, seq_length, dataset.vocab_size)
-        self._dataset = dataset
+        self._dataset, self.marks_ends = dataset, dataset.marks_ends
 
     def read_numbered(self, sample: int, row: SampleArray) -> None:
         _, unread = self.open()

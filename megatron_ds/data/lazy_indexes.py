@@ -83,9 +83,10 @@ class LazySampleIndexes:
         size = self.samples, self.file.tokens, self.seq_length
         return total_samples(*size, is_cyclic=self.is_cyclic)
 
-    def dataset(self, vocab_size: int) -> GPTDataset:
+    def dataset(self, vocab_size: int, *, marks_ends: bool = False) -> GPTDataset:
         """The samples, whose token ids are checked to be below `vocab_size`."""
-        return GPTDataset(self.file.data, self, self.seq_length, vocab_size)
+        size = self.seq_length, vocab_size
+        return GPTDataset(self.file.data, self, *size, marks_ends=marks_ends)
 
     def load(self) -> SampleIndexes:
         """Loads the indexes from the cache, or builds and stores them.
@@ -153,9 +154,10 @@ class LazyRemainingIndexes:
     def cache(self) -> ArrayCache:
         return self.before.cache
 
-    def dataset(self, vocab_size: int) -> RemainingDataset:
+    def dataset(self, vocab_size: int, *, marks_ends: bool = False) -> RemainingDataset:
         """The samples, whose token ids are checked to be below `vocab_size`."""
-        return RemainingDataset(self.before.dataset(vocab_size), self, self.seq_length)
+        before = self.before.dataset(vocab_size, marks_ends=marks_ends)
+        return RemainingDataset(before, self, self.seq_length)
 
     def load(self) -> RemainingIndexes:
         """Loads the indexes from the cache, or builds and stores them.

@@ -33,6 +33,8 @@ class Batch(NamedTuple):
     """Token id without loss; None for loss everywhere."""
     has_masks: bool = False
     """Whether `~id` in place of a token's id means that it has no loss as a label."""
+    has_ends: bool = False
+    """Whether END_MARK is added to the id of a document's last token."""
 
 
 class MicroBatchIterator:
@@ -77,7 +79,7 @@ class MicroBatchIterator:
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
         self._shape = micro_batch_size, dataset.seq_length + 1
-        self._eod, self._has_masks = eod, has_masks
+        self._options = eod, has_masks, getattr(dataset, "marks_ends", False)
         self._rows: Generator[tuple[int, SampleArray | None], None, None]
         if reads:
             self._rows = _read_all(dataset, self._positions, micro_batch_size, num_workers)
@@ -93,7 +95,7 @@ class MicroBatchIterator:
 
     def __next__(self) -> Batch:
         position, rows = next(self._rows)
-        return Batch(rows, self._shape, position, self._eod, self._has_masks)
+        return Batch(rows, self._shape, position, *self._options)
 
     def close(self) -> None:
         """Ends the loader processes and the iteration."""

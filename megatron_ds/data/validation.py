@@ -296,7 +296,7 @@ def data_warnings(
         yield Problem("data-without-bos", named=named, checked=CHECKED_DOCUMENTS, bos=bos)
     eod_fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     fields = [name for name in eod_fields if getattr(files.config, name)]
-    if not fields or eod is None:
+    if not fields or eod is None or files.config.marks_ends:
         return
     without_eod = [prefix for prefix in files.prefixes if _lacks(files, prefix, eod)]
     if without_eod:

@@ -23,6 +23,7 @@ from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.data.gpt_dataset import END_MARK
 from megatron_ds.engine import readback
 from megatron_ds.engine.deepspeed import nvme_states
 from megatron_ds.engine.deepspeed import patches as deepspeed_patches
@@ -373,7 +374,9 @@ def _packing_options(config: Config, eod: int | None) -> PackingOptions | None:
         return None
     if eod is None:
         raise user_error("tokenizer-without-eod")
-    return PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask)
+    end = END_MARK if data.marks_ends else eod
+    resets = data.reset_position_ids, data.reset_attention_mask
+    return PackingOptions(end, *resets, has_marks=data.marks_ends)
 
 
 def _attention_options(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron_ds.data.gpt_dataset import END_MARK
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.parallel.mesh import Group
 
@@ -31,7 +32,7 @@ class DeviceBatch(NamedTuple):
     """One micro-batch on the device; inputs and labels are views of one tensor."""
 
     tokens_BS: Tensor
-    """int64, the inputs."""
+    """int64, the inputs; with END_MARK if the model looks for marked ends of documents."""
     labels_BS: Tensor
     """int64, the token that follows each input."""
     loss_mask_BS: Tensor | None
@@ -173,12 +174,17 @@ def _on_device(batch: Batch, rows_BT: Tensor, document_end: int | None) -> Devic
         mask_BS = (ids_BT[:, 1:] >= 0).float()
         ids_BT = torch.where(ids_BT < 0, ~ids_BT, ids_BT)
         ends += [] if document_end is None else [~document_end]
-    tokens_BS = ids_BT[:, :-1]
+    tokens_BS, labels_BS = ids_BT[:, :-1], ids_BT[:, 1:]
     if batch.eod is not None:
-        eod_mask_BS = (tokens_BS != batch.eod).float()
+        is_end_BS = tokens_BS >= END_MARK if batch.has_ends else tokens_BS == batch.eod
+        eod_mask_BS = (~is_end_BS).float()
         mask_BS = eod_mask_BS if mask_BS is None else mask_BS * eod_mask_BS
+    if batch.has_ends:
+        labels_BS = labels_BS % END_MARK
+        tokens_BS = tokens_BS if document_end == END_MARK else tokens_BS % END_MARK
     max_documents = None
     if document_end is not None and batch.rows_BT is not None:
-        counts = (int(np.count_nonzero(batch.rows_BT == end)) for end in ends)
+        rows = batch.rows_BT & END_MARK if batch.has_ends else batch.rows_BT
+        counts = (int(np.count_nonzero(rows == end)) for end in ends)
         max_documents = batch.shape[0] + sum(counts)
-    return DeviceBatch(tokens_BS, ids_BT[:, 1:], mask_BS, batch.position, max_documents)
+    return DeviceBatch(tokens_BS, labels_BS, mask_BS, batch.position, max_documents)

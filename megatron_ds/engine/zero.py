@@ -145,7 +145,8 @@ class ZeroEngine:
         """Copy micro-batches to the device, each while the one before is computed. Local; taking
         a micro-batch is collective over the tensor-parallel group."""
         packing = self.model.attention.packing
-        counted = packing.eod if packing is not None and packing.reset_attention else None
+        has_ends = packing is not None and (packing.reset_attention or packing.has_marks)
+        counted = packing.eod if packing is not None and has_ends else None
         device, sharing = self._parts.device, self._mesh.sp_tp
         return DeviceBatches(batches, device, sharing, document_end=counted)
 

@@ -212,7 +212,8 @@ class GPTModel(nn.Module):
         self._rng.begin_layer(dropout, EMBEDDING - depth)
         local = local_slice(tokens_BS.shape[1], self._sp)
         own_BS = None if positions_BS is None else positions_BS[:, local]
-        x_SBH: Tensor = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
+        ids_BS = self.attention.without_marks(tokens_BS[:, local])
+        x_SBH: Tensor = self.embedding(ids_BS, offset + local.start, own_BS)
         return x_SBH
 
     def _output(

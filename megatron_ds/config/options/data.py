@@ -80,7 +80,18 @@ class DataConfig:
         False, only_with=when(position_embedding_type=("learned_absolute", "rope", "yarn"))
     )
     reset_attention_mask: bool = option_field(False)
+    document_boundaries: str = option_field(
+        "eod",
+        choices=("eod", "idx"),
+        only_with=when(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True),
+    )
     eod_mask_loss: bool = option_field(False)
+
+    @property
+    def marks_ends(self) -> bool:
+        """Whether the last token of each document is marked in the samples."""
+        masks = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+        return self.document_boundaries == "idx" and masks
 
     @property
     def is_cyclic(self) -> bool:
@@ -114,6 +125,8 @@ class DataConfig:
             if len(names) > 1:
                 yield exclusive_problem(*names)
         named = [*shared, *listed, *separate]
+        if self.marks_ends and (has_own_data or self.mock_data or self.fim_data):
+            yield Problem("boundaries-without-files", "document_boundaries")
         if has_own_data:
             others = [name for name in ("mock_data", "fim_data", EPOCHS) if getattr(self, name)]
             yield from (Problem("data-replaced", name) for name in named + others)

@@ -51,6 +51,7 @@ class RoutingDataset:
         self._datasets = tuple(datasets)
         self.seq_length = datasets[0].seq_length
         self.vocab_size = datasets[0].vocab_size
+        self.marks_ends = getattr(datasets[0], "marks_ends", False)
         self.cache = next((source.cache for source in datasets if source.cache is not None), None)
 
     def __getitem__(self, position: int) -> SampleArray:

@@ -127,6 +127,10 @@ class AttentionOptions:
         """Whether attention ends with a document."""
         return self.packing is not None and self.packing.reset_attention
 
+    def without_marks(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """The ids of tokens, of which the last one of a document may be marked."""
+        return tokens_BS if self.packing is None else self.packing.without_marks(tokens_BS)
+
     def backend(self, rule: AttentionRule, keys: Keys) -> AttentionBackend:
         """The first backend of the table that computes this attention."""
         table: tuple[AttentionBackend | None, ...] = (

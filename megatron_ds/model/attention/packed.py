@@ -47,16 +47,23 @@ class PackingOptions:
     """Treatment of document boundaries in a training run."""
 
     eod: int
-    """Id of the token that ends a document."""
+    """Id of the token that ends a document; with `has_marks`, what is added to the last id."""
     reset_positions: bool
     """Positions restart at each document's first token."""
     reset_attention: bool
     """A token sees its own document only."""
+    has_marks: bool = False
+    """Last tokens of documents are marked."""
 
     def find_documents(
         self, tokens_BS: Tensor, max_documents: int | None = None
     ) -> PackedBatchInfo:
-        return PackedBatchInfo(self, *find_documents(tokens_BS, self.eod), max_documents)
+        is_end_BS = tokens_BS >= self.eod if self.has_marks else tokens_BS == self.eod
+        return PackedBatchInfo(self, *find_documents(is_end_BS), max_documents)
+
+    def without_marks(self, tokens_BS: Tensor) -> Tensor:
+        """The ids of the tokens."""
+        return tokens_BS % self.eod if self.has_marks else tokens_BS
 
 
 @dataclass(frozen=True)
@@ -118,8 +125,8 @@ class AttentionBackend(Protocol):
         ...
 
 
-def find_documents(tokens_BS: Tensor, eod: int) -> tuple[Tensor, Tensor]:
-    """Find each token's document and its position there.
+def find_documents(is_end: Tensor) -> tuple[Tensor, Tensor]:
+    """Find each token's document and its position there, from which tokens [B, S] end one.
 
     An end-of-document token belongs to the document that it ends, as in Megatron's
     get_ltor_masks_and_position_ids.
@@ -127,9 +134,8 @@ def find_documents(tokens_BS: Tensor, eod: int) -> tuple[Tensor, Tensor]:
     Returns:
         Number of the document, int32, and position in it, int64; both [B, S].
     """
-    is_end = tokens_BS == eod
     doc_ids = is_end.cumsum(1, dtype=torch.int32) - is_end.int()
-    positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+    positions = torch.arange(is_end.shape[1], device=is_end.device).expand_as(is_end)
     # A document starts one after the last end before its tokens.
     starts = torch.where(is_end, positions + 1, 0).cummax(1).values.roll(1, 1)
     starts[:, 0] = 0

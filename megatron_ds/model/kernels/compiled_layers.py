@@ -73,7 +73,7 @@ def _results(model: GPTModel, micro_batch: int, kernels: LossKernels) -> Iterato
     x = torch.randn(shape, generator=generator, device=device, dtype=weight.dtype).requires_grad_()
     packed, packing = None, model.attention.packing
     if packing is not None:
-        tokens = torch.full((micro_batch, length), packing.eod + 1, device=device)
+        tokens = torch.full((micro_batch, length), packing.eod - 1, device=device)
         packed = packing.find_documents(tokens, micro_batch)
     keys = keys_of(x, length, packed)
     stream = x.float() if config.fp32_residual_connection else x

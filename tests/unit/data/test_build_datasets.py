@@ -19,7 +19,7 @@ from megatron_ds.data import build_datasets as module
 from megatron_ds.data import lazy_indexes
 from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets, exact_train_samples
-from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
+from megatron_ds.data.gpt_dataset import END_MARK, GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
@@ -566,3 +566,28 @@ def test_cyclic_epochs_have_the_same_samples_in_another_order(tmp_path: Path) ->
     longer = datasets(config, (45, 0, 0), history=history, consumed=25, seq_length=10).train
     rest = Counter(inputs_of(longer, range(25, 41)))
     assert rest == Counter(inputs_of(built.train, range(25, 57)))
+
+
+def test_samples_mark_the_ends_of_documents(tmp_path: Path) -> None:
+    """Claim (samples): with `--document-boundaries idx`, documents end where the .idx file ends
+    them, without an end-of-document token"""
+    path = (unique(tmp_path / "a", 0, [7, 30, 1, 60]),)
+    options: Any = {"split": "1", "reset_attention_mask": True}
+    plain = datasets(DataConfig(data_path=path, **options), (15, 0, 0)).train
+    config = DataConfig(data_path=path, document_boundaries="idx", **options)
+    built = datasets(config, (15, 0, 0))
+    marked = built.train
+    assert marked is not None
+    assert plain is not None
+    ends = set()
+    for position in range(len(plain)):
+        (row,) = SampleReading(marked, [position]).finish()
+        assert (row & ~END_MARK).tolist() == plain[position].tolist()
+        ends |= {token - END_MARK for token in row.tolist() if token >= END_MARK}
+    assert {6, 37, 97} <= ends <= {6, 36, 37, 97}
+    assert built.progress is not None
+    history = built.progress.history_after(9)
+    shorter = datasets(config, (30, 0, 0), history=history, consumed=9, seq_length=3).train
+    assert shorter is not None
+    rest = [token for position in range(9, 15) for token in shorter[position].tolist()]
+    assert {token - END_MARK for token in rest if token >= END_MARK} <= ends

@@ -110,7 +110,7 @@ def test_batch_content() -> None:
     for workers in (0, 1):
         batch = get_batch(num_workers=workers, eod=6)
         assert batch.rows_BT.tolist() == [[4, 5, 6, 7], [5, 6, 7, 8]]
-        assert batch[1:] == ((2, 4), 4, 6, False)
+        assert batch[1:] == ((2, 4), 4, 6, False, False)
 
 
 def test_a_rank_that_does_not_read_gets_positions() -> None:

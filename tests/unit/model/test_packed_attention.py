@@ -96,7 +96,7 @@ def of_separate_documents(
 
 
 def test_documents_and_positions_are_those_of_the_split_rows() -> None:
-    doc_ids, positions = find_documents(TOKENS, EOD)
+    doc_ids, positions = find_documents(TOKENS == EOD)
     for row, tokens in enumerate(TOKENS.tolist()):
         documents = split(tokens)
         assert doc_ids[row].tolist() == [i for i, doc in enumerate(documents) for _ in doc]
@@ -229,7 +229,7 @@ def test_loss_and_gradients_are_zero_without_a_counted_token() -> None:
 
 @pytest.mark.parametrize("bound", [15, 16, 40, 70])
 def test_sequence_starts_are_cumulative_lengths(bound: int) -> None:
-    doc_ids, positions = find_documents(TOKENS, EOD)
+    doc_ids, positions = find_documents(TOKENS == EOD)
     lengths = [length for row in document_lengths(doc_ids) for length in row]
     bound += len(lengths) - 15
     expected = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
