@@ -48,44 +48,7 @@ MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 # The update's slope is at most lr / eps: lr 0.01, eps 1e-3 and gradients that are right to 1e-8
 # after clipping keep the error below 1e-7 of a weight, and the elements on both sides of eps (0.001
 # against clipped gradients of up to 0.01) still take Adam's nonlinear path.
-OPTIMIZERS: dict[str, OptimizerConfig] = {
-    "sgd": OptimizerConfig(
-        optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0
-    ),
-    "adamw": OptimizerConfig(
-        lr=0.01, adam_beta2=0.95, adam_eps=1e-3, weight_decay=0.1, clip_grad=0.1
-    ),
-    "lion": OptimizerConfig(
-        optimizer="lion", lr=0.001, lion_beta2=0.95, weight_decay=0.1, clip_grad=0.1
-    ),
-    "muon": OptimizerConfig(
-        optimizer="muon", lr=0.01, adam_eps=1e-3, weight_decay=0.1, clip_grad=0.1
-    ),
-    "grouped": OptimizerConfig(
-        lr=0.01,
-        decoupled_lr=0.03,
-        adam_eps=1e-3,
-        weight_decay=0.1,
-        embedding_weight_decay=0.4,
-        param_group=(
-            "pattern=layers.*.attention.qkv.*,lr=1.5x,wd=0.05",
-            "pattern=layers.1.*,lr=1.25x,wd=0.2",
-        ),
-        clip_grad=0.1,
-    ),
-}
-OPTIMIZERS["cautious"] = dataclasses.replace(OPTIMIZERS["adamw"], cautious_weight_decay=True)
-OPTIMIZERS["normuon"] = dataclasses.replace(
-    OPTIMIZERS["muon"],
-    normuon=True,
-    muon_coefficient_type="polar_express",
-    cautious_weight_decay=True,
-    param_group=("pattern=layers.1.*,lr=1.25x,wd=0.2",),
-)
-OPTIMIZERS["clipped"] = dataclasses.replace(
-    OPTIMIZERS["normuon"], qk_clip=True, qk_clip_threshold=0.25, qk_clip_alpha=0.25
-)
-OPTIMIZERS["8-bit"] = dataclasses.replace(OPTIMIZERS["adamw"], use_bnb_optimizer=True)
+OPTIMIZERS = {name: OptimizerConfig(**row) for name, row in TABLES["optimizers"].items()}
 RATES = dict.fromkeys(OPTIMIZERS, (0.01, 0.02, 0.005)) | {
     "sgd": (1.0, 0.5, 0.25),
     "lion": (0.001, 0.002, 0.0005),

@@ -64,46 +64,13 @@ def parallel(tp: int = 1, pp: int = 1, ulysses: int = 1, ep: int = 1, **others: 
     }
 
 
-SOME: dict[str, tuple[str, int, Settings]] = {
-    "tied, DP 3, ZeRO 3": ("tied", 3, parallel(zero_stage=3)),
-    "tied, TP 3": ("tied", 3, parallel(tp=3, sequence_parallel=True)),
-    "tied, PP 3 x DP 2, ZeRO 0": ("tied", 6, parallel(pp=3, zero_stage=0)),
-    "packed, TP 2 x PP 2 x Ulysses 2": ("packed", 8, parallel(tp=2, pp=2, ulysses=2)),
-    "experts, EP 3 x PP 2": ("experts", 6, parallel(ep=3, pp=2)),
-    "first tokens, EP 2 x TP 2": ("first tokens", 4, parallel(ep=2, tp=2, sequence_parallel=True)),
-    "ramp-up, DP 2, ZeRO 2": ("ramp-up", 2, parallel(zero_stage=2)),
-}
-MORE: dict[str, tuple[str, int, Settings]] = {
-    "tied, one": ("tied", 1, parallel()),
-    "tied, DP 3, ZeRO 0": ("tied", 3, parallel(zero_stage=0)),
-    "tied, DP 3, ZeRO 2": ("tied", 3, parallel(zero_stage=2)),
-    "tied, PP 2": ("tied", 2, parallel(pp=2)),
-    "tied, PP 3": ("tied", 3, parallel(pp=3)),
-    "tied, TP 3 x PP 2": ("tied", 6, parallel(tp=3, pp=2)),
-    "tied, Ulysses 3, ZeRO 3": ("tied", 3, parallel(ulysses=3, zero_stage=3)),
-    "packed, one": ("packed", 1, parallel()),
-    "packed, DP 2 x PP 2": ("packed", 4, parallel(pp=2)),
-    "packed, Ulysses 2 x DP 2, ZeRO 3": ("packed", 4, parallel(ulysses=2, zero_stage=3)),
-    "packed, PP 2 x TP 2": ("packed", 4, parallel(pp=2, tp=2, sequence_parallel=True)),
-    "packed, ZeRO 3 x Ulysses 2 x TP 2": (
-        *("packed", 8),
-        parallel(tp=2, ulysses=2, zero_stage=3, sequence_parallel=True),
-    ),
-    "experts, one": ("experts", 1, parallel()),
-    "experts, EP 3, ZeRO 2": ("experts", 3, parallel(ep=3, zero_stage=2)),
-    "experts, EP 3 x PP 2, ZeRO 0": ("experts", 6, parallel(ep=3, pp=2, zero_stage=0)),
-    "experts, DP 3, ZeRO 3": ("experts", 3, parallel(zero_stage=3)),
-    "first tokens, one": ("first tokens", 1, parallel()),
-    "first tokens, whole experts": (
-        *("first tokens", 4),
-        parallel(ep=4, tp=2, sequence_parallel=True, expert_tensor_parallel_size=1),
-    ),
-    "first tokens, EP 2 x TP 2 x PP 2": ("first tokens", 8, parallel(ep=2, tp=2, pp=2)),
-    "first tokens, EP 2 x PP 2": ("first tokens", 4, parallel(ep=2, pp=2)),
-    "ramp-up, one": ("ramp-up", 1, parallel(zero_stage=0)),
-    "ramp-up, PP 2 x DP 2": ("ramp-up", 4, parallel(pp=2)),
-    "ramp-up, TP 2 x Ulysses 2": ("ramp-up", 4, parallel(tp=2, ulysses=2)),
-}
+SOME, MORE = (
+    {
+        name: (model, world, parallel(**sizes))
+        for name, (model, world, sizes) in TABLES[table].items()
+    }
+    for table in ("some", "more")
+)
 RATES = {"activation": 0.2, "attention": 0.1}
 DROPOUT: dict[str, tuple[int, int, int, Settings]] = TABLES["dropout"]
 """Tensor-, pipeline- and data-parallel sizes, and further settings."""

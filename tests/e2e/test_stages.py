@@ -10,35 +10,13 @@ import yaml
 
 from tests.e2e.conftest import write_corpus
 from tests.e2e.runs import Launcher, Settings, checkpoint_differences, steps
+from tests.tables import tables
+
+TABLES = tables(__file__)
 
 Factory = pytest.TempPathFactory
 
-STAGES = [
-    {"name": "stable", "train-iters": 2, "lr-warmup-iters": 2, "lr-decay-style": "constant"},
-    {
-        "name": "mid",
-        "train-tokens": "1500",
-        "lr-decay-style": "linear",
-        "seq-length": 64,
-        "global-batch-size": 8,
-        "micro-batch-size": 4,
-        "rotary-base": 5e5,
-        "weight-decay": 0.1,
-    },
-    {
-        "name": "long",
-        "train-samples": 9,
-        "lr": 2e-3,
-        "min-lr": 1e-3,
-        "lr-decay-style": "WSD",
-        "lr-wsd-decay-style": "minus_sqrt",
-        "lr-wsd-decay-samples": 8,
-        "seq-length": 96,
-        "position-embedding-type": "yarn",
-        "rotary-scaling-factor": 3.0,
-        "yarn-original-max-position-embeddings": 32,
-    },
-]
+STAGES = TABLES["stages"]
 BOUNDARY, INSIDE, LAST = 2, 4, 7
 """Iterations: the end of the first stage, one in the second, the last one."""
 KILLS = (8, 24)

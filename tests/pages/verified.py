@@ -13,26 +13,11 @@ from pathlib import Path
 
 from tests.import_graph import REPOSITORY
 from tests.proofs.marked import Marked, marked_tests
+from tests.tables import tables
 
-SECTIONS = {
-    "data": "Token files and preprocessing",
-    "samples": "Samples and blends",
-    "cleaning": "Cleaning",
-    "tokenizers": "Tokenizers",
-    "parallel": "Parallel training",
-    "deepspeed": "DeepSpeed JSON",
-    "precision": "Precision and kernels",
-    "accelerators": "Accelerators",
-    "non-finite": "Steps with non-finite gradients",
-    "schedules": "Schedules",
-    "checkpoints": "Checkpoints and resume",
-    "stopping": "Stopping and failures",
-    "logging": "Logging and estimates",
-    "command-line": "Command line",
-    "extension": "Extension",
-    "conversion": "Conversion",
-    "serving": "Generation and serving",
-}
+TABLES = tables(__file__, tuple)
+
+SECTIONS = TABLES["sections"]
 """Headings of the page by section, in its order."""
 
 OUTPUT = REPOSITORY / "docs" / "development" / "verified.md"

@@ -22,7 +22,10 @@ from megatron_ds.planning.plan_report import StagePlans
 from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.problems import codes
+from tests.tables import tables
 from tests.unit.checkpoint.test_resume import saved_by
+
+TABLES = tables(__file__, tuple)
 
 BASE = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 "
@@ -121,44 +124,7 @@ def test_a_stage_replaces_settings_of_the_run(config: Config, tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (
-            "--lr-warmup-iters 3 --stages '{name: a, train-iters: 3, num-layers: 5, adam-eps: 1}' "
-            "'{name: a, lr: x, seq-length: 30}' '{name: b, global-batch-size: 5, train-iters: 4}'",
-            {
-                "stage-setting-fixed": ("num_layers", "stages"),
-                "not-a-number": ("lr",),
-                "stage-names-repeated": ("stages",),
-                "set-outside-of-stages": ("lr_warmup_iters", "stages"),
-                "run-length-required": None,
-                "batch-size-not-divisible": ("global_batch_size", "micro_batch_size"),
-                "warmup-not-shorter-than-decay": None,
-            },
-        ),
-        ("--stages train-iters", {"stage-no-mapping": None}),
-        ("--stages '{name: '", {"stages-unreadable": None}),
-        (
-            "--position-embedding-type learned_absolute --stages '{train-iters: 1}' "
-            "'{train-iters: 1, seq-length: 16}'",
-            {"stage-position-tables-differ": None},
-        ),
-        (
-            "--stages '{train-iters: 1}' '{train-iters: 1, position-embedding-type: alibi}'",
-            {"stage-positions-differ": None},
-        ),
-        (
-            "--use-checkpoint-opt_param-scheduler --mock-data --stages '{train-iters: 1}'",
-            {"stages-with-saved-schedule": None, "stages-with-own-dataset": None},
-        ),
-        (
-            "--recompute-granularity full --contiguous-checkpointing --partition-activations "
-            "--stages '{train-iters: 1}' '{train-iters: 1, seq-length: 16}'",
-            {"stage-lengths-with-contiguous-checkpointing": None},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("line", "expected"), TABLES["problems"])
 def test_problems_of_stages_are_reported_at_once(line: str, expected: dict[str, Any]) -> None:
     problems = built(BASE + line)[1]
     assert expected.keys() <= set(codes(problems)), codes(problems)

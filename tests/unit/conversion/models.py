@@ -18,32 +18,18 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from tests.tables import tables
 
-SMALL: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 12,
-    "vocab_size": 50,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
+TABLES = tables(__file__, tuple)
+
+SMALL: dict[str, Any] = TABLES["small"]
 
 
-LLAMA: dict[str, Any] = {
-    "activation": "swiglu",
-    "ffn_hidden_size": 24,
-    "num_query_groups": 2,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-}
+LLAMA: dict[str, Any] = TABLES["llama"]
 OTHER_LLAMA = {**LLAMA, "kv_channels": 6, "rotary_base": 5000.0}
 
 
 OF_CORE: dict[str, tuple[dict[str, Any], MoEConfig]] = {
     name: (LLAMA | options["model"], MoEConfig(**options["experts"]))
-    for name, options in tables(__file__, tuple)["of_core"].items()
+    for name, options in TABLES["of_core"].items()
 }
 """Models that Megatron Core alone has, with their experts."""
 

@@ -380,22 +380,7 @@ def test_an_asynchronous_save_keeps_a_copy_in_host_memory(
     assert copied == pytest.approx(bytes_per_parameter * parameter_bytes() / 2, rel=1e-3)
 
 
-LLAMA_70B = ModelConfig(
-    num_layers=80,
-    hidden_size=8192,
-    ffn_hidden_size=28672,
-    num_attention_heads=64,
-    num_query_groups=8,
-    seq_length=4096,
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    activation="swiglu",
-    untie_embeddings_and_output_weights=True,
-    add_bias_linear=False,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    vocab_size=128_256,
-)
+LLAMA_70B = ModelConfig(**TABLES["llama_70b"])
 
 
 def gathered(model: ModelConfig, limits: dict[str, int], **recompute: Any) -> int:

@@ -19,7 +19,10 @@ from tokenizers import Tokenizer as Library
 
 from megatron_ds.tokenizer.fast_backend import select_backend
 from tests.problems import raises_problem
+from tests.tables import tables
 from tests.unit.tokenizer.test_hub import build_hf
+
+TABLES = tables(__file__)
 
 TEXTS = (
     "Hello world",
@@ -30,100 +33,11 @@ TEXTS = (
     "it's   <img>\u00e9\U0001f600",
 )
 END = "<|endoftext|>"
-GENERIC = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+GENERIC = TABLES["generic"]
 NAMES = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"
 CONFIG, MAP, ADDED, MODEL = NAMES
-
-
-def token(text: str, **changes: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"content": text, **flags, "special": True, **changes}
-
-
-CHAT = {"259": token(END), "260": token("<|im_start|>"), "261": token("<|im_end|>")}
 FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
-    "nothing": ("bpe", {}),
-    "generic": ("bpe", {CONFIG: GENERIC}),
-    "same_decoder": ("bpe", {CONFIG: {**GENERIC, "added_tokens_decoder": {"259": token(END)}}}),
-    "decoder": ("bpe", {CONFIG: {**GENERIC, "added_tokens_decoder": CHAT}}),
-    "end_in_decoder": (
-        "bpe",
-        {CONFIG: {**GENERIC, "eos_token": "<|im_end|>", "added_tokens_decoder": CHAT}},
-    ),
-    "end_of_config": ("bpe", {CONFIG: {**GENERIC, "eos_token": "<|im_end|>"}}),
-    "end_of_map": ("bpe", {MAP: {"eos_token": "<|im_end|>"}}),
-    "stripping_decoder": (
-        "bpe",
-        {CONFIG: {**GENERIC, "added_tokens_decoder": {"259": token(END, lstrip=True)}}},
-    ),
-    "token_of_vocabulary": (
-        "bpe",
-        {CONFIG: {**GENERIC, "added_tokens_decoder": {"256": token("he", single_word=True)}}},
-    ),
-    "added_tokens": ("bpe", {CONFIG: GENERIC, ADDED: {"<|im_start|>": 260, "<|im_end|>": 261}}),
-    "added_without_config": ("bpe", {ADDED: {"<|im_start|>": 260}, MAP: {"eos_token": END}}),
-    "additional": (
-        "bpe",
-        {CONFIG: {**GENERIC, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}},
-    ),
-    "extra_by_name": (
-        "bpe",
-        {CONFIG: {**GENERIC, "extra_special_tokens": {"image_token": "<img>"}}},
-    ),
-    "model_token": ("bpe", {CONFIG: {**GENERIC, "image_token": "<img>"}}),
-    "unknown_token": ("bpe", {CONFIG: {**GENERIC, "unk_token": "<unk>", "bos_token": "<s>"}}),
-    "special_map": (
-        "bpe",
-        {
-            CONFIG: GENERIC,
-            MAP: {"mask_token": token("<mask>", lstrip=True), "additional_special_tokens": ["<s>"]},
-        },
-    ),
-    "split": ("bpe", {CONFIG: {**GENERIC, "split_special_tokens": True}}),
-    "split_chat": (
-        "bpe",
-        {CONFIG: {**GENERIC, "split_special_tokens": True, "added_tokens_decoder": CHAT}},
-    ),
-    "harmless": (
-        "bpe",
-        {CONFIG: {**GENERIC, "add_prefix_space": True, "do_lower_case": True, "legacy": True}},
-    ),
-    "begin": ("begin", {CONFIG: {**GENERIC, "bos_token": "<|begin|>"}}),
-    "begin_of_map": ("begin", {CONFIG: GENERIC, MAP: {"bos_token": token("<|begin|>")}}),
-    "begin_added": ("begin", {CONFIG: {**GENERIC, "bos_token": "<|begin|>", "image_token": "<i>"}}),
-    "begin_that_is_not_added": ("begin", {CONFIG: {**GENERIC, "bos_token": END}}),
-    "prefix_space": (
-        "bpe",
-        {CONFIG: {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}},
-    ),
-    "gpt2": (
-        "bpe",
-        {CONFIG: {"tokenizer_class": "GPT2TokenizerFast"}, MODEL: {"model_type": "gpt2"}},
-    ),
-    "qwen2": ("bpe", {CONFIG: {"tokenizer_class": "Qwen2Tokenizer", "eos_token": END}}),
-    "model_type": ("bpe", {CONFIG: GENERIC, MODEL: {"model_type": "qwen2"}}),
-    "generic_llama": ("bpe", {CONFIG: GENERIC, MODEL: {"model_type": "llama"}}),
-    "llama3": ("bpe", {CONFIG: {"tokenizer_class": "LlamaTokenizer", "eos_token": END}}),
-    "llama": ("spaces", {CONFIG: {"tokenizer_class": "LlamaTokenizerFast", "legacy": False}}),
-    "llama_prefix": (
-        "spaces",
-        {CONFIG: {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}},
-    ),
-    "bert": ("words", {CONFIG: {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]"}}),
-    "lower_case": (
-        "words",
-        {CONFIG: {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]", "do_lower_case": True}},
-    ),
-    "keep_case": (
-        "words",
-        {
-            CONFIG: {
-                "tokenizer_class": "BertTokenizer",
-                "eos_token": "[SEP]",
-                "do_lower_case": False,
-            }
-        },
-    ),
+    name: (form, files) for name, (form, files) in TABLES["folders"].items()
 }
 """Kind of tokenizer.json and the files next to it."""
 WITHOUT_TRANSFORMERS = {"nothing", "generic", "same_decoder", "harmless", "generic_llama"} | {
