@@ -31,7 +31,8 @@ def rate(step: int, iterations: int) -> float:
     return LOWEST + 0.5 * (1 + math.cos(math.pi * share)) * (RATE - LOWEST)
 
 
-def main(folder: Path, seed: int, iterations: int, output: Path) -> None:
+def train(folder: Path, seed: int, iterations: int, output: Path) -> None:
+    """Train, and write the loss on the held-out text and the curve to a file."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     tokens, held_out = (
@@ -69,4 +70,4 @@ def main(folder: Path, seed: int, iterations: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
