@@ -5,8 +5,8 @@
 
 The recipes are GPT-2 with AdamW and a cosine, the parts of Qwen 3 with z-loss, Muon, a constant
 rate with a decay at the end (WSD), and the mean of the last checkpoints of a constant rate. Beside
-them, GPT-2 in plain PyTorch is trained as nanoGPT does. Every recipe runs with several seeds, each
-of which draws the weights and the order of the data. The text is the standard library of Python.
+them, GPT-2 in plain PyTorch is trained as nanoGPT does. Every recipe runs with several seeds, and
+a seed determines the weights and the order of the data. The text is the standard library of Python.
 """
 
 from __future__ import annotations

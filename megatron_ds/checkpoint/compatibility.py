@@ -22,6 +22,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, ModelConfig, flag_of
 from megatron_ds.config.data_files import read_table
+from megatron_ds.config.fields import with_tuples
 from megatron_ds.config.options.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.options.optimizer import EIGHT_BIT
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
@@ -311,7 +312,7 @@ def saved_config(checkpoint: Checkpoint) -> Config:
     for name, cls in GROUPS.items():
         known = {item.name for item in dataclasses.fields(cls)}
         values = {key: value for key, value in saved.get(name, {}).items() if key in known}
-        groups[name] = cls(**values)
+        groups[name] = cls(**with_tuples(values))
     return Config(**groups)
 
 

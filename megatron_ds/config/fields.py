@@ -300,6 +300,13 @@ def no_effect_problem(*names: str, reason: str) -> Problem:
     return Problem("no-effect", *names, flags=flags, have=have, reason=reason)
 
 
+def with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of options from JSON, which has lists where options have tuples."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+
+
 def in_effect(options: Options) -> Options:
     """The options, with the defaults of the fields that have no effect."""
     defaults = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.fields import exclusive_problem
+from megatron_ds.config.fields import exclusive_problem, with_tuples
 from megatron_ds.config.options.data import EPOCHS, TRAINING_DATA
 from megatron_ds.config.problems import Problem
 
@@ -40,7 +40,7 @@ def stage_names(config: Config) -> list[str]:
 
 def values_of(entry: str) -> dict[str, Any]:
     """Values by field that an entry sets."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(entry).items()}
+    values = with_tuples(json.loads(entry))
     del values[NAME]
     return values
 

@@ -30,6 +30,7 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
 )
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
+from megatron_ds.config.fields import with_tuples
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, read_json_object
 from megatron_ds.conversion.safetensors_files import open_safetensors, write_sharded
@@ -135,7 +136,7 @@ def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
         )
     _check_types(settings)
     groups = ({**group} for group in (settings.fixed, settings.defaults, tokenizer))
-    fixed, defaults, tokenizer = map(_with_tuples, groups)
+    fixed, defaults, tokenizer = map(with_tuples, groups)
     return dataclasses.replace(settings, fixed=fixed, defaults=defaults, tokenizer=tokenizer)
 
 
@@ -158,10 +159,3 @@ def _check_types(settings: ModelSettings) -> None:
         value_type = tuple if isinstance(value, list) else type(value)
         if value_type not in kinds:
             raise TypeError(f"{name} is {value!r}")
-
-
-def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists where options have tuples."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-    }

@@ -164,6 +164,9 @@ class NumberedDataset(ABC):
         vocab_size: Exclusive upper bound of the token ids; None for no check.
     """
 
+    marks_ends = False
+    """Whether END_MARK is added to the last token of each document."""
+
     def __init__(
         self,
         prefix: str,
@@ -177,8 +180,6 @@ class NumberedDataset(ABC):
         self._indexes = indexes
         self._size = len(indexes)
         self._views: Any = None
-
-    marks_ends = False
 
     @abstractmethod
     def read_numbered(self, sample: int, row: SampleArray) -> None:

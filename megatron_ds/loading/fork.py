@@ -89,7 +89,7 @@ def fork(options: Options, warn: Callable[[Problem], None]) -> str:
     layout, save = checkpoint.run.layout, os.path.abspath(options.save)
     world_size = layout.data_parallel_size * layout.tensor_model_parallel_size
     world_size *= layout.pipeline_model_parallel_size * layout.ds_sequence_parallel_size
-    before = _complete(saved_config(checkpoint))
+    before = saved_config(checkpoint)
     if before.schedule.stages or "stages" in options.changes:
         raise user_error("fork-with-stages", "stages", path=checkpoint.path)
     config = _forked(before, checkpoint.run.state, options.changes, save)
@@ -121,13 +121,6 @@ def fork(options: Options, warn: Callable[[Problem], None]) -> str:
         (folder / PARENT).write_text(json.dumps(parent, indent=2) + "\n", encoding="utf-8")
     launcher = "python" if world_size == 1 else f"torchrun --nproc_per_node {world_size}"
     return f"{launcher} pretrain_gpt.py --config {Path(options.save) / SETTINGS}"
-
-
-def _complete(config: Config) -> Config:
-    """A configuration that was read from JSON, with tuples instead of lists."""
-    values = {name: field_value(config, name) for name in GROUP_OF_FIELD}
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return config.with_values(lists)
 
 
 def _forked(before: Config, state: TrainState, changes: Mapping[str, Any], save: str) -> Config:

@@ -21,7 +21,7 @@ from megatron_ds.checkpoint.compatibility import (
 )
 from megatron_ds.checkpoint.metadata import TOKENIZER, Checkpoint
 from megatron_ds.config import GROUP_OF_FIELD, Config
-from megatron_ds.config.fields import no_effect_problem
+from megatron_ds.config.fields import no_effect_problem, with_tuples
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.config.stages import fields_of_stages
@@ -70,7 +70,7 @@ def with_saved_schedule(
         warn(no_effect_problem(name, "finetune", reason="with a new run"))
         return config, []
     saved = saved_config(checkpoint)
-    values = {field: _as_option(field_value(saved, field)) for field in LR_FIELDS}
+    values = {field: field_value(saved, field) for field in LR_FIELDS}
     problems: list[Problem] = []
     for stem in SCHEDULE_LENGTHS:
         fields = {f"{stem}_{unit}": None for unit in SCHEDULE_UNITS}
@@ -156,19 +156,14 @@ def _with_model(config: Config, checkpoint: Checkpoint, warn: Warn) -> Config:
     if not config.checkpoint.use_checkpoint_args:
         kept = frozenset(GROUP_OF_FIELD)
     values = {
-        name: _as_option(value)
+        name: value
         for group in ("model", "moe")
         for name, value in checkpoint.run.config.get(group, {}).items()
         if GROUP_OF_FIELD.get(name) == group
         and name not in TOKENIZER_FIELDS | fields_of_stages(config)
         and not (name in config.given and name in kept)
     }
-    return replace_given(config, values, checkpoint.path, warn, "use_checkpoint_args")
-
-
-def _as_option(value: Any) -> Any:
-    """JSON has lists where options have tuples."""
-    return tuple(value) if isinstance(value, list) else value
+    return replace_given(config, with_tuples(values), checkpoint.path, warn, "use_checkpoint_args")
 
 
 def _with_tokenizer(config: Config, checkpoint: Checkpoint) -> Config:
