@@ -96,6 +96,13 @@ class Samples:
         ended._tokens = np.where(ends, EOD, self._tokens)
         return ended
 
+    def with_masked_half(self) -> Samples:
+        """The same samples, of which every token of the second half is EOD."""
+        masked = copy.copy(self)
+        masked._tokens = self._tokens.copy()
+        masked._tokens[:, self.seq_length // 2 :] = EOD
+        return masked
+
     def __len__(self) -> int:
         return len(self._tokens)
 

@@ -22,11 +22,13 @@ reached, 2^12, gradients of up to 16 are representable."""
 FIRST_SCALE, WINDOW = 2.0**10, 2
 LAYOUTS = [(1, 2), (2, 1), (3, 2)]
 """ZeRO stage and tensor-parallel size; `test_layouts.py` has all pairs."""
+OPTIMIZERS = {1: "adamw", 2: "muon", 3: "muon"}
+"""Of the stages, in the runs with overflows."""
 
 
-def case_of(stage: int, tp: int) -> Case:
+def case_of(stage: int, tp: int, optimizer: str = "adamw") -> Case:
     """Two micro-batches per step."""
-    return Case(WORLD, stage, tp, 2, "learned", "adamw")
+    return Case(WORLD, stage, tp, 2, "learned", optimizer)
 
 
 def hysteresis_of(stage: int) -> int:
@@ -37,7 +39,8 @@ def train_with_overflows(stage: int, tp: int, meshes: dict[int, Mesh]) -> dict[s
     """A run with a dynamic scale and corrupted gradients on one rank."""
     scale = {"initial_loss_scale": FIRST_SCALE, "loss_scale_window": WINDOW}
     precision = {**FP16, **scale, "hysteresis": hysteresis_of(stage)}
-    config = config_of(case_of(stage, tp), precision=precision, schedule=RATES)
+    case = case_of(stage, tp, OPTIMIZERS[stage])
+    config = config_of(case, precision=precision, schedule=RATES)
     run = Training(config, meshes[tp], STEPS)
     results, changed, applied = [], [], []
     for step in range(1, STEPS + 1):
@@ -114,6 +117,7 @@ def test_loss_scale_follows_flags_on_all_ranks(
 def test_skipped_step_changes_neither_weights_nor_moments_nor_learning_rate(
     layout: tuple[int, int], outcomes: JobResults
 ) -> None:
+    """Muon's momentum neither: a non-finite one would stay so in all later steps."""
     for seen in outcomes.of(f"dynamic {layout}"):
         assert seen["has moments"]
         assert seen["changed"] == []

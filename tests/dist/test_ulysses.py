@@ -25,7 +25,14 @@ from tests.dist import parity_cases
 from tests.dist.compare import differences, differing_bits
 from tests.dist.engine_harness import Meshes, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, train_alone
-from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
+from tests.dist.rank_jobs import (
+    Job,
+    JobResults,
+    case_training,
+    run_by_world,
+    selected,
+    training,
+)
 from tests.dist.reference import Run, train_reference
 from tests.proofs.cases import with_proofs
 
@@ -49,6 +56,7 @@ PROOFS = ("zero2 documents", "zero3 gqa")
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 SEEDED = {"model": DROPOUT, "runtime": {"seed": parity_cases.SEED}}
 DROPPING = Case(2, 1, 1, 1, "learned", "sgd", SEEDED, sp=2)
+HALF_MASKED = Case(2, 1, 1, 4, "learned", "adamw", MASKED, sp=2)
 
 
 @contextmanager
@@ -126,6 +134,7 @@ OTHER_JOBS = {
     "test_heads_of_keys_and_values_may_differ_in_size": ("heads",),
     "test_dropout_equals_one_process_with_the_same_masks": ("recorded",),
     "test_recomputation_drops_what_was_dropped": ("dropout", "dropout full"),
+    "test_a_rank_may_have_no_counted_token": ("half masked",),
 }
 """The jobs of tests that are not of one layout."""
 
@@ -138,6 +147,9 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
         "recorded": train_recording_masks,
         "dropout": case_training(DROPPING),
         "dropout full": case_training(DROPPING, **FULL),
+        "half masked": training(
+            config_of(HALF_MASKED), plans_of(HALF_MASKED), SAMPLES.with_masked_half()
+        ),
     }
     needed: dict[int, dict[str, Job]] = {}
     for test, params in selected(request):
@@ -156,6 +168,15 @@ def test_shared_sequences_train_like_one_process(name: str, outcomes: JobResults
     also with fewer key-value heads than ranks, with unequal loss masks, and together with
     `--sequence-parallel`"""
     assert outcomes.differences(name, train_alone(LAYOUTS[name])) == []
+
+
+def test_a_rank_may_have_no_counted_token(outcomes: JobResults) -> None:
+    """All masked tokens are in the slice of one rank, which has the full mean and gradient."""
+    config, samples = config_of(HALF_MASKED), SAMPLES.with_masked_half()
+    size = config.schedule.micro_batch_size
+    reference = train_reference(config, samples, plans_of(HALF_MASKED), size)
+    assert reference.losses[0] > 1.0
+    assert outcomes.differences("half masked", reference) == []
 
 
 def test_dropout_equals_one_process_with_the_same_masks(outcomes: JobResults) -> None:

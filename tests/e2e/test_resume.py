@@ -55,7 +55,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
 MORE: dict[str, tuple[int, dict[str, Any], Settings]] = {
     "zero0-dp2": (2, {"stage": 0}, {}),
     "zero1-pp2-dp2-bf16": (4, {"stage": 1}, {**PP2, "bf16": True}),
-    "zero3-sp2": (2, zero3(), {"ds_sequence_parallel_size": 2}),
+    "zero3-dp2-sp2": (4, zero3(), {"ds_sequence_parallel_size": 2}),
     "zero1-dp2-bf16": (2, {"stage": 1}, {"bf16": True}),
     "zero1-tp2-lion": (2, {"stage": 1}, {**TP2, **SEQUENCE, "optimizer": "lion"}),
     "zero2-tp2-bf16-guard": (2, {"stage": 2}, {**TP2, "bf16": True, **GUARD}),

@@ -38,6 +38,8 @@ PEER_EXIT_TIMEOUT_S = 10.0
 report the rank that exits first."""
 
 
+NO_PROGRESS = "no progress"
+"""Key of a hang, by which torchrun's attempts are compared."""
 REQUESTED_EXITS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 """Statuses of requested exits, for which no rank is blamed."""
 
@@ -97,8 +99,10 @@ def verdict_of_hang(text: str, first: RankExit | None) -> ExitVerdict:
         first: The announcement of the rank that does, if this one knows it.
     """
     if text:
-        return ExitVerdict(ExitCode.HUNG, output.with_rank_prefix(text), is_cause=True)
-    return ExitVerdict(ExitCode.HUNG, _peer_lost(first) if first else "", is_printed=False)
+        text = output.with_rank_prefix(text)
+        return ExitVerdict(ExitCode.HUNG, text, is_cause=True, failure=NO_PROGRESS)
+    text = _peer_lost(first) if first else ""
+    return ExitVerdict(ExitCode.HUNG, text, is_printed=False, failure=NO_PROGRESS)
 
 
 def _peer_lost(peer: RankExit) -> str:

@@ -436,6 +436,28 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_is_reported_after_its_last_operation_of_the_disk(
+    in_background: bool,
+    checkpoints: CheckpointManager,
+    folder: Path,
+    logged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the log and in events.jsonl; a power failure after the words loses nothing."""
+    events: list[tuple[str, str]] = []
+    watch_disk(monkeypatch, folder, lambda kind, path: events.append((kind, path.name)))
+    checkpoints.log = lambda line: events.append(("log", line))
+    checkpoints.on_saved = lambda iteration, **_: events.append(("event", str(iteration)))
+    save(checkpoints, 1, in_background=in_background)
+    (words,) = [place for place, (_, line) in enumerate(events) if "successfully saved" in line]
+    assert events[words - 1] == ("event", "1")
+    disk = [place for place, (kind, _) in enumerate(events) if kind not in ("log", "event")]
+    assert len(disk) > 10
+    assert disk[-1] < words - 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_files_are_flushed_before_the_rename(
     checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

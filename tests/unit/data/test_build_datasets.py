@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data import build_datasets as module
@@ -23,6 +24,7 @@ from megatron_ds.data.gpt_dataset import END_MARK, GPTDataset, SampleReading, To
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
+from megatron_ds.model.attention.packed import PackingOptions
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 
@@ -53,6 +55,15 @@ def test_splits_are_disjoint_and_long_enough(tmp_path: Path) -> None:
     assert tokens_of(built.train) == set(range(32))
     assert tokens_of(built.valid[""]) == set(range(32, 36))
     assert tokens_of(built.test[""]) == set(range(36, 40))
+
+
+def test_one_short_document_is_enough_for_the_evaluation_of_all_ranks(tmp_path: Path) -> None:
+    """A rank without a batch would let the others wait: the document is read again."""
+    config = DataConfig(data_path=(write(tmp_path / "p", size=3),), split="38,1,1")
+    built = datasets(config, (9, 64, 0))  # two ranks, 8 batches of 4 samples
+    valid = built.valid[""]
+    assert len(valid) >= 64
+    assert tokens_of(valid) == {38}
 
 
 def test_data_of_single_splits(tmp_path: Path) -> None:
@@ -566,6 +577,31 @@ def test_cyclic_epochs_have_the_same_samples_in_another_order(tmp_path: Path) ->
     longer = datasets(config, (45, 0, 0), history=history, consumed=25, seq_length=10).train
     rest = Counter(inputs_of(longer, range(25, 41)))
     assert rest == Counter(inputs_of(built.train, range(25, 57)))
+
+
+def test_documents_that_contain_the_end_of_document_token_stay_whole(tmp_path: Path) -> None:
+    """Boundaries that are counted in samples are those of the .idx file, and no token is lost."""
+    eod = 999
+    texts = [[1, eod, 2, 3, eod], [4, 5], [eod, eod, 6, eod], [7, 8, 9]] * 6 + [[10, 11]]
+    total = sum(map(len, texts))
+    config = DataConfig(
+        data_path=(write_pair(tmp_path / "p", texts),),
+        split="1",
+        reset_attention_mask=True,
+        document_boundaries="idx",
+    )
+    built = datasets(config, ((total - 1) // 5, 0, 0)).train
+    assert built is not None
+    rows = [SampleReading(built, [place]).finish()[0] for place in range(len(built))]
+    tokens_BS, labels_BS = (torch.from_numpy(np.stack(rows)).long()[:, i : i + 5] for i in (0, 1))
+    assert tokens_BS.numel() == total - 1  # one epoch, without its last token
+    packing = PackingOptions(END_MARK, False, reset_attention=True, has_marks=True)
+    assert int((tokens_BS >= END_MARK).sum()) == len(texts) - 1
+    assert int((labels_BS >= END_MARK).sum()) == len(texts)
+    ends = packing.find_documents(tokens_BS).doc_ids_BS.diff(dim=1).count_nonzero()
+    assert int(ends) == len(texts) - 1 - int((tokens_BS[:, -1] >= END_MARK).sum())
+    read = Counter(packing.without_marks(tokens_BS).flatten().tolist())
+    assert (Counter(itertools.chain(*texts)) - read).total() == 1
 
 
 def test_samples_mark_the_ends_of_documents(tmp_path: Path) -> None:

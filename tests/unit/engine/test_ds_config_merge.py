@@ -16,6 +16,8 @@ from megatron_ds.engine.ds_config.fields import MAPPINGS
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int
+from megatron_ds.engine.optimizers.param_groups import multiplier_rule
+from megatron_ds.model.spec.architecture import model_spec
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.tables import tables
@@ -320,6 +322,28 @@ def test_scheduler_gives_learning_rates_of_deepspeed(
         is_logarithmic = style != "linear" and step < params.get("warmup_num_steps", 1000)
         is_logarithmic &= kind != "WarmupCosineLR"
         assert ours == rate or not is_logarithmic, step
+
+
+def test_a_scheduler_leaves_the_rates_of_other_groups(merge: Merge) -> None:
+    """After the warm-up, embeddings and matrices of Muon have theirs, and no one's factor acts
+    twice."""
+    params = {"warmup_min_lr": 0, "warmup_max_lr": 2e-3, "warmup_num_steps": 4}
+    file = {"scheduler": {"type": "WarmupLR", "params": {**params, "warmup_type": "linear"}}}
+    flags = "--decoupled-lr 6e-3 --optimizer muon --param-group pattern=layers.0.*,lr=0.25x"
+    config, problems, warnings = merge(file, flags, without="--lr 1e-4")
+    assert (problems, codes(warnings)) == ([], ["ds-scheduler-translated"])
+    weights = model_spec(config.model, config.moe).weights()
+    rule = multiplier_rule(config.optimizer)
+    rates = []
+    for step in (2, 4, 9):
+        plan = schedules.plan(config, TrainState(applied_samples=16 * step), 2)
+        assert plan.decoupled_lr is not None
+        rates.append((plan.lr, plan.decoupled_lr))
+    assert rates == [pytest.approx(pair) for pair in ((1e-3, 3e-3), (2e-3, 6e-3), (2e-3, 6e-3))]
+    factors = {name: rule(weight) for name, weight in weights.items()}
+    assert factors["layers.0.mlp.fc_in.weight"].lr == 0.25
+    assert factors["layers.0.mlp.fc_in.weight"].is_matrix
+    assert factors["layers.1.mlp.fc_in.weight"].lr == 1.0
 
 
 def test_unknown_style_of_warmup_is_reported_with_its_line(merge: Merge) -> None:

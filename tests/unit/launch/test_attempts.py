@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.config.problems import Problem
 from megatron_ds.launch import attempts
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+from megatron_ds.launch.process import rank_end
+from megatron_ds.launch.process.error_report import make_report
+from megatron_ds.launch.process.rank_end import (
+    ExitVerdict,
+    RankEnd,
+    verdict_of_error,
+    verdict_of_hang,
+)
+from megatron_ds.launch.ranks.roll_call import RollCall
+from megatron_ds.launch.watch.hang_watch import HangWatch
 from megatron_ds.launch.watch.liveness import ProcessHandle
 
 AGENT = ProcessHandle(12345, "678")
@@ -51,6 +63,42 @@ def test_three_equal_failures_end_torchrun(
     assert signals == [(AGENT.pid, signal.SIGTERM)][: len(ended)]
     is_open = not ended and len(failures) <= restarts
     assert [*tmp_path.iterdir()] == [] or is_open
+
+
+DIVERGED = Problem("training-diverged", iteration=23, resume="Resume from global_step20")
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        verdict_of_error(
+            make_report(RunAborted(DIVERGED.render(), ExitCode.SKIPPED_STEPS)),
+            *(None, None),
+            has_board=True,
+        ),
+        verdict_of_hang("rank 1 waits", None),
+        verdict_of_hang("", None),
+    ],
+    ids=["diverged", "reports a hang", "hangs"],
+)
+def test_a_run_that_ends_equally_after_each_resume_is_not_restarted_for_ever(
+    verdict: ExitVerdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as from a checkpoint with which it always diverges, or at a batch at which it hangs."""
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "kill", lambda *arguments: signals.append(arguments))
+    monkeypatch.setattr(rank_end, "end_process", lambda _: None)
+    monkeypatch.setattr(rank_end, "say", lambda *_: None)
+    monkeypatch.setattr(rank_end.output, "write_torchelastic_error_file", lambda _: None)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "100")
+    for attempt, iteration in enumerate((19, 23, 23, 23)):
+        assert signals == []
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        watch = HangWatch()
+        watch.progress(iteration)
+        RankEnd(RollCall(), [AGENT], watch)._end(verdict)
+    assert signals == [(AGENT.pid, signal.SIGTERM)]
 
 
 def test_a_damaged_record_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ def test_one_rank_reports_where_a_run_hangs() -> None:
     assert "3 on b" in other.text
     assert (other.code, other.is_printed, other.is_cause) == (ExitCode.HUNG, False, False)
     assert verdict_of_hang("", None).text == ""
+    assert report.failure == other.failure != ""
 
 
 class Board:

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock, create_autospec
 
 import numpy as np
@@ -276,6 +277,37 @@ def test_only_nccl_is_bound_to_the_device(
     device = init.call_args.kwargs.get("device_id")
     assert (None if device is None else str(device)) == bound
     assert (os.environ["LOCAL_RANK"], environment.local_rank()) == (str(3 % devices), 3)
+
+
+def test_deterministic_algorithms_are_chosen_before_the_device(
+    single_process: pytest.MonkeyPatch,
+) -> None:
+    """No kernel may run, and no library of the device start, before the switch."""
+    seen: list[tuple[str, bool, str | None]] = []
+
+    def note(name: str) -> Any:
+        def called(*_: object, **__: object) -> None:
+            variable = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+            seen.append((name, torch.are_deterministic_algorithms_enabled(), variable))
+            if name == "group":
+                raise InterruptedError
+
+        return called
+
+    single_process.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    single_process.setattr(distributed, "_select_device", note("device"))
+    single_process.setattr("torch.distributed.init_process_group", note("group"))
+    try:
+        for mode in (False, True):
+            with pytest.raises(InterruptedError):
+                distributed.init_distributed(RuntimeConfig(deterministic_mode=mode))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    assert seen == [
+        *((name, False, None) for name in ("device", "group")),
+        *((name, True, ":4096:8") for name in ("device", "group")),
+    ]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -176,9 +177,16 @@ def test_rates_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert printed_codes(capsys.readouterr().err) == ["rates-unreadable"]
 
 
-def test_a_dry_run_is_planned_for_its_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([*shlex.split(SMALL), "--dry-run", "4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["world_size"] == 4
+@pytest.mark.parametrize("size", [4, 4096])
+def test_a_dry_run_is_planned_for_its_processes(
+    size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within seconds, whatever their number."""
+    start = time.process_time()
+    batch = ["--global-batch-size", str(4 * size)]
+    assert tool.main([*shlex.split(SMALL), *batch, "--dry-run", str(size), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == size
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize(
