@@ -168,7 +168,9 @@ def train(name: str, seed: int, folder: Path, data: Mapping[str, object], iterat
     command("evaluate", {**evaluated, "output": result}, *merge)
     found = json.loads(result.read_text(encoding="utf-8"))
     lines = (save / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    curve = [(row["iteration"], row["lm_loss"]) for row in map(json.loads, lines)]
+    losses = [row["lm_loss"] for row in map(json.loads, lines) if "lm_loss" in row]
+    ends = range(step, len(losses) + 1, step)
+    curve = [(end, statistics.mean(losses[end - step : end])) for end in ends]
     return {"loss": math.log(found["perplexity"]), "curve": curve}
 
 
