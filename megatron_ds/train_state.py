@@ -70,6 +70,9 @@ class StepResult:
     extras: Mapping[str, SupportsFloat] = dataclasses.field(default_factory=dict)
     """Further metrics of this data-parallel rank by name, such as auxiliary losses. Every rank has
     the same names; means over the data-parallel ranks are logged."""
+    record: Mapping[str, Any] | None = None
+    """What --record-every keeps of this step, plain values, the same on all ranks; None if it is
+    not due."""
 
 
 class LossSum(NamedTuple):

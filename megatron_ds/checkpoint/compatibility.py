@@ -307,7 +307,11 @@ def _as_json(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def saved_config(checkpoint: Checkpoint) -> Config:
     """The configuration of the run that saved; fields that it did not know have their defaults."""
-    saved = checkpoint.run.config
+    return config_of(checkpoint.run.config)
+
+
+def config_of(saved: Mapping[str, Mapping[str, Any]]) -> Config:
+    """The configuration with values of `Config.to_dict`."""
     groups = {}
     for name, cls in GROUPS.items():
         known = {item.name for item in dataclasses.fields(cls)}

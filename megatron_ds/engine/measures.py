@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 from megatron_ds.config import ProfilingConfig
-from megatron_ds.engine.norms import StepNorms
+from megatron_ds.engine.norms import ParameterSums, StepNorms
 from megatron_ds.engine.parts import EngineParts
+from megatron_ds.engine.recording.step_recorder import StepRecorder
 from megatron_ds.engine.regions import (
     BACKWARD,
     FORWARD,
@@ -41,6 +42,7 @@ class StepMeasures:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._norms = StepNorms(parts)
+        self._recorder = StepRecorder(parts)
         self.timers = StepTimers(
             parts.config.profiling,
             interval=parts.config.logging.log_interval,
@@ -51,13 +53,20 @@ class StepMeasures:
         """Take a step, and add to its result what was measured. Collective."""
         parts, log = self._parts, self._parts.model.router_log
         timing = self.timers.measuring(parts.engine, parts.mesh, iteration)
-        with timing, self._norms.counting(iteration) as sums:
+        is_recorded = self._recorder.is_due(iteration)
+        counting = self._norms.counting(iteration, is_recorded=is_recorded)
+        recording = self._recorder.recording() if is_recorded else nullcontext()
+        with timing, recording as passes, counting as sums:
             result, stages = step(), parts.mesh.pp
             means = log.take() if stages.size == 1 else log.take_of_stages(stages, parts.device)
         extras = {**router_metrics(means), **result.extras}
+        norms: ParameterSums = {}
         if sums is not None and not result.skipped:
-            extras |= self._norms.metrics(sums, result.grad_norm)
-        return dataclasses.replace(result, extras=extras)
+            self._norms.complete(sums, result.grad_norm)
+            extras |= self._norms.metrics(sums)
+            norms = self._norms.by_parameter(sums) if is_recorded else {}
+        record = None if passes is None else self._recorder.record(passes, result) | norms
+        return dataclasses.replace(result, extras=extras, record=record)
 
     @contextmanager
     def marked(self, open_region: Open) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Sums over parameters, gradients and updates that are partitioned over the ranks.
 
 Owns which rank counts which parameter, and what is counted in the optimizer's step itself: the
-zeros of its gradients, and the norms of each layer.
+zeros of its gradients, and the norms and sums of each parameter.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ CHUNK = 2**22
 ZEROS = "num_zeros_in_grad"
 NORMS = ("layer_grad_norm", "layer_params_norm", "layer_update_ratio")
 """Names of metrics; a layer's end with `/` and its number, or the name of another layer."""
+GRADIENT, AFTER, UPDATE, BEFORE = range(1, 5)
+"""Rows of `_Sums.total`: of squares of gradients, of parameters after the step, of updates, and of
+parameters before the step. Row 0 counts zeros."""
+SUMS = 4
+"""From the row of a value's squares to the row of its sum, which has no row for updates."""
+ROWS = BEFORE + SUMS + 1
+ParameterSums = dict[str, dict[str, list[float]]]
+"""Norm and sum of elements, by what they are of and by the parameter's canonical name."""
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -137,14 +145,17 @@ class StepNorms:
         self._zeros = parts.config.logging.log_num_zeros_in_grad
         self._interval = parts.config.logging.log_layer_norms_interval
         self._flats: dict[int, Flat] = {}
-        names = (name for name, _ in self._engine.module.named_parameters())
-        stages = gather_objects(list(dict.fromkeys(map(layer_of, names))), self._mesh.pp)
-        self._layers = list(dict.fromkeys(layer for stage in stages for layer in stage))
+        names = [name for name, _ in self._engine.module.named_parameters()]
+        stages = gather_objects(names, self._mesh.pp)
+        every = dict.fromkeys(name for stage in stages for name in stage)
+        self._places = {name: index for index, name in enumerate(every)}
+        self._layers = list(dict.fromkeys(map(layer_of, every)))
 
     @contextmanager
-    def counting(self, iteration: int) -> Iterator[_Sums | None]:
+    def counting(self, iteration: int, *, is_recorded: bool = False) -> Iterator[_Sums | None]:
         """Reads the optimizer's tensors in the step of this iteration; None if it is not due."""
-        has_norms = self._interval is not None and iteration % self._interval == 0
+        logs_layers = self._interval is not None and iteration % self._interval == 0
+        has_norms = logs_layers or is_recorded
         if not (has_norms or self._zeros):
             yield None
             return
@@ -163,10 +174,12 @@ class StepNorms:
                 first.hooks_dict_ref().move_to_end(first.id, last=False)
                 hooks.callback(first.remove)
                 hooks.callback(optimizer.register_step_post_hook(sums.after).remove)
+            sums.logs_layers = logs_layers
             yield sums
 
-    def metrics(self, sums: _Sums, norm: Any) -> Mapping[str, Tensor]:
-        """The metrics of a step that was applied, as unsynchronized tensors. Collective.
+    def complete(self, sums: _Sums, norm: Any) -> None:
+        """Adds the sums of all ranks, of a step that was applied, and undoes the clipping of the
+        gradients. Collective.
 
         Args:
             sums: Of this rank.
@@ -174,39 +187,56 @@ class StepNorms:
         """
         if self._mesh.world_size > 1:
             dist.all_reduce(sums.total)
-        metrics = {ZEROS: sums.total[0, 0]} if self._zeros else {}
-        if not sums.has_norms:
-            return metrics
-        gradients, params, updates = sums.total[1:].sqrt()
         clip = self._engine.gradient_clipping()
-        if clip > 0:
+        if sums.has_norms and clip > 0:
             known = torch.as_tensor(norm, dtype=torch.float64, device=self._device)
-            gradients = gradients / (clip / (known + 1e-6)).clamp(max=1.0)
+            factor = (clip / (known + 1e-6)).clamp(max=1.0)
+            sums.total[GRADIENT] /= factor.square()
+            sums.total[GRADIENT + SUMS] /= factor
+
+    def metrics(self, sums: _Sums) -> Mapping[str, Tensor]:
+        """The metrics of complete sums, as unsynchronized tensors."""
+        metrics = {ZEROS: sums.total[0].sum()} if self._zeros else {}
+        if not sums.logs_layers:
+            return metrics
+        layers = [self._layers.index(layer_of(name)) for name in self._places]
+        total = torch.zeros(UPDATE, len(self._layers), dtype=torch.float64, device=self._device)
+        total.index_add_(1, torch.tensor(layers, device=self._device), sums.total[1 : UPDATE + 1])
+        gradients, params, updates = total.sqrt()
         ratios = torch.where(params > 0, updates / params, 0.0)
         for name, values in zip(NORMS, (gradients, params, ratios), strict=True):
             of_layers = zip(self._layers, values, strict=True)
             metrics |= {f"{name}/{layer}": value for layer, value in of_layers}
         return metrics
 
+    def by_parameter(self, sums: _Sums) -> ParameterSums:
+        """The norms and sums of complete sums. Waits for the device."""
+        rows = {"weights": BEFORE, "gradients": GRADIENT, "updated": AFTER}
+        values = {
+            name: torch.stack([sums.total[row].sqrt(), sums.total[row + SUMS]], dim=1).tolist()
+            for name, row in rows.items()
+        }
+        return {name: dict(zip(self._places, pairs, strict=True)) for name, pairs in values.items()}
+
     def parts(self, master: Tensor) -> Iterator[tuple[int, slice]]:
-        """Layer and place of what this rank counts of a tensor that the optimizer steps."""
+        """Parameter and place of what this rank counts of a tensor that the optimizer steps."""
         for part in self._flats[id(master)].parts:
             is_copy = self._stage == 0 and replicas_of(part.parameter, self._mesh).rank > 0
             if not is_copy and is_counted(part.parameter, self._mesh):
                 span = slice(part.position, part.position + len(part.elements))
-                yield self._layers.index(layer_of(part.place.name)), span
+                yield self._places[part.place.name], span
 
     def empty(self) -> Tensor:
-        return torch.zeros(4, len(self._layers), dtype=torch.float64, device=self._device)
+        return torch.zeros(ROWS, len(self._places), dtype=torch.float64, device=self._device)
 
 
 class _Sums:
     """The sums of one step on this rank, filled by hooks of the optimizers."""
 
     def __init__(self, owner: StepNorms, has_norms: bool) -> None:
-        self._owner, self.has_norms = owner, has_norms
+        self._owner, self.has_norms, self.logs_layers = owner, has_norms, False
         self.total = owner.empty()
-        """Zeros, in the first column; squares of gradients, parameters, updates of each layer."""
+        """By row and parameter."""
         self._before: dict[Tensor, Tensor | None] = {}
         self._depth = 0
 
@@ -222,11 +252,12 @@ class _Sums:
             self._before[master] = master.detach().clone() if self.has_norms else None
             gradient = master.grad.view(-1)
             places = list(self._owner.parts(master))
-            for _, where in places:
+            for index, where in places:
                 zeros = gradient[where].numel() - gradient[where].count_nonzero()
-                self.total[0, 0] += zeros.to(self.total.device)
+                self.total[0, index] += zeros.to(self.total.device)
             if self.has_norms:
-                self._add(1, places, gradient)
+                self._add(GRADIENT, places, gradient)
+                self._add(BEFORE, places, master.detach().view(-1))
 
     @torch.no_grad()
     def after(self, *arguments: Any) -> None:
@@ -237,16 +268,16 @@ class _Sums:
             if before is None:
                 continue
             places = list(self._owner.parts(master))
-            self._add(2, places, master.view(-1))
-            self._add(3, places, (master - before).view(-1))
+            self._add(AFTER, places, master.view(-1))
+            self._add(UPDATE, places, (master - before).view(-1))
         self._before.clear()
 
     def _add(self, row: int, places: Sequence[tuple[int, slice]], values: Tensor) -> None:
-        by_layer: dict[int, list[Tensor]] = {}
-        for layer, span in places:
-            by_layer.setdefault(layer, []).append(values[span])
-        for layer, tensors in by_layer.items():
-            self.total[row, layer] += sum_of_squares(tensors, self.total.device)
+        for index, span in places:
+            self.total[row, index] += sum_of_squares([values[span]], self.total.device)
+            if row != UPDATE:
+                total = values[span].sum(dtype=torch.float64)
+                self.total[row + SUMS, index] += total.to(self.total.device)
 
 
 def layer_of(name: str) -> str:

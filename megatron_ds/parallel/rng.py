@@ -95,6 +95,10 @@ class RngStreams:
             stable_seed("sharded", *position, self._tp_rank, *self._slice)
         )
 
+    def states(self) -> list[bytes]:
+        """The states of both streams."""
+        return [x.cpu().numpy().tobytes() for x in (self._default_state(), self.sharded_state)]
+
     @contextmanager
     def fork_tp_rng(self) -> Iterator[None]:
         """Let torch's default generator draw from the sharded stream inside the context."""

@@ -6,6 +6,7 @@ Owns the order of construction. Collective: every rank calls the same functions.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,7 @@ from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.run_stages import RunStages
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions
-from megatron_ds.training.extensions import Extensions
+from megatron_ds.training.extensions import Callback, Extensions
 from megatron_ds.training.loggers.events import EventLog
 from megatron_ds.training.loggers.selection import (
     Console,
@@ -45,6 +46,7 @@ from megatron_ds.training.loggers.selection import (
     open_loggers,
     time_details,
 )
+from megatron_ds.training.loggers.step_records import StepRecordLog
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.profile.profiling import open_profiling
 from megatron_ds.training.records import Logger
@@ -166,11 +168,18 @@ def build_trainer(parts: RunParts) -> Trainer:
             startup, engine, estimate, peak, state.iteration, config, parts.events
         ),
         profiling=open_profiling(config, engine, parts.save, context.rank, state, last),
-        callbacks=tuple(parts.extensions.callbacks),
+        callbacks=(*parts.extensions.callbacks, *_record_logs(parts)),
         tasks=_build_tasks(parts, engine),
         token_bytes=_token_bytes(parts) if data.valid or data.test else None,
         watch=parts.life.hang_watch,
     )
+
+
+def _record_logs(parts: RunParts) -> Iterator[Callback]:
+    """The log of --record-every, on the last rank, which writes files."""
+    context = parts.context
+    if parts.config.logging.record_every and context.rank == context.world_size - 1:
+        yield StepRecordLog(parts.config, parts.save)
 
 
 def _largest_memory(parts: RunParts) -> MemoryEstimate:

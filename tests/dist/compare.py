@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 
@@ -70,11 +73,32 @@ def differing_statistics(run: Run, relative: float, *, of_weights: bool = True) 
         if of_weights and statistics.keys() != expected.keys():
             found.append(f"statistics[{number}]: {sorted(statistics.keys() ^ expected.keys())}")
             continue
+        tensors = {"gradients": gradients}
+        tensors |= {"weights": before, "updated": after} if of_weights else {}
+        found += differing_records(run.records[number], tensors, relative)
         for name, value in expected.items():
             # A norm of rounding errors, such as that of a gradient that is zero.
             error = 0.0 if name == ZEROS else relative * abs(value) + 1e-9
             if not abs(statistics[name] - value) <= error:
                 found.append(f"statistics[{number}] {name} {statistics[name]} instead of {value}")
+    return found
+
+
+def differing_records(
+    record: Mapping[str, Any], tensors: Mapping[str, Tensors], relative: float
+) -> list[str]:
+    """Lists norms and sums of a step's record that are not those of the full tensors."""
+    found = []
+    for key, expected in tensors.items():
+        if record[key].keys() != expected.keys():
+            found.append(f"record of {key}: {sorted(record[key].keys() ^ expected.keys())}")
+            continue
+        for name, tensor in expected.items():
+            norm = norm_of({name: tensor.double()})
+            values = norm, float(tensor.double().sum())
+            errors = [abs(x - y) for x, y in zip(record[key][name], values, strict=True)]
+            if not max(errors) <= relative * norm + 1e-9:
+                found.append(f"record of {key} {name}: {record[key][name]} instead of {values}")
     return found
 
 

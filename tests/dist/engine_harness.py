@@ -173,7 +173,7 @@ def train(
             pipeline evaluates. None: all. A run spends about a third of its time on recording.
     """
     mesh = meshes.of(config.parallel)
-    logged = {"log_num_zeros_in_grad": True, "log_layer_norms_interval": 1}
+    logged = {"log_num_zeros_in_grad": True, "log_layer_norms_interval": 1, "record_every": 1}
     logged |= {"timing_log_level": 2, "log_interval": 1}
     config = config.with_values(logged)
     with watch_construction() as construction:
@@ -207,6 +207,7 @@ def train(
             counted = {n: float(v) for n, v in result.extras.items() if n.startswith(COUNTED)}
             reported = result.extras.keys() - counted.keys() - {"decoupled_learning_rate"}
             run.statistics.append(counted)
+            run.records.append(result.record or {})
             means = {name: _mean(result.extras[name], mesh) for name in sorted(reported)}
             run.routing.append(means)
             run.norms.append(None if result.grad_norm is None else float(result.grad_norm))

@@ -12,6 +12,7 @@ import fnmatch
 import functools
 import re
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,8 @@ class Run:
     """What the routers of a mixture of experts report of each step."""
     statistics: list[dict[str, float]] = field(default_factory=list)
     """Zeros and norms of layers that the engine reports of each step."""
+    records: list[Mapping[str, Any]] = field(default_factory=list)
+    """What --record-every keeps of each step."""
     times: list[dict[str, float]] = field(default_factory=list)
     """Milliseconds of the parts of each step."""
     regions: Counter[str] = field(default_factory=Counter)

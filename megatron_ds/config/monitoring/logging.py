@@ -39,6 +39,7 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = option_field(False)
     log_max_attention_logit: bool = option_field(False)
     log_layer_norms_interval: int | None = option_field(None, minimum=1)
+    record_every: int | None = option_field(None, minimum=1)
     metrics_jsonl: str | None = option_field(None, metavar="FILE")
     metrics_csv: str | None = option_field(None, metavar="FILE")
     wandb_project: str | None = option_field(None, metavar="NAME")
@@ -55,7 +56,8 @@ class LoggingConfig:
     @property
     def reads_optimizer(self) -> bool:
         """Whether gradients and updates are read in the optimizer's step."""
-        return self.log_num_zeros_in_grad or self.log_layer_norms_interval is not None
+        intervals = self.log_layer_norms_interval, self.record_every
+        return self.log_num_zeros_in_grad or any(intervals)
 
     def problems(self) -> Iterator[Problem]:
         """Loggers that cannot be opened."""

@@ -52,7 +52,11 @@ class JsonLines(Logger):
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
         for record in records:
-            self._write(to_line(metrics_of(record)))
+            self.write(metrics_of(record))
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Writes an object, which has its `iteration`."""
+        self._write(to_line(values))
 
     def log_eval(self, record: EvalRecord) -> None:
         group = {"group": record.group} if record.group else {}

@@ -1,0 +1,56 @@
+"""Writes the records of --record-every, from which `training.verification` checks a run.
+
+One JSON object per recorded step, next to `metrics.jsonl`; docs/running/verifying.md documents the
+keys. A resumed run removes the records after its checkpoint. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config import Config
+from megatron_ds.launch import output
+from megatron_ds.train_state import StepResult, TrainState
+from megatron_ds.training.extensions import Callback
+from megatron_ds.training.loggers.jsonl_logger import JsonLines
+from megatron_ds.training.loggers.selection import jsonl_path
+
+FILE_NAME = "step_records.jsonl"
+
+
+class StepRecordLog(Callback):
+    """Writes what steps have recorded.
+
+    Args:
+        config: Configuration of the run.
+        save: Local folder of --save.
+    """
+
+    def __init__(self, config: Config, save: Path | None) -> None:
+        self._path = record_path(config, save)
+        self._lines: JsonLines | None = None
+
+    def on_start(self, config: Config, state: TrainState, model: Any) -> None:
+        if self._path is not None:
+            self._lines = JsonLines(self._path, state.iteration, warn=output.print_on_rank)
+
+    def after_step(self, state: TrainState, result: StepResult) -> None:
+        if self._lines is not None and result.record is not None:
+            self._lines.write({"iteration": state.iteration, **finite(result.record)})
+
+    def on_end(self, state: TrainState) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+def record_path(config: Config, save: Path | None) -> Path | None:
+    """The file in the folder of metrics.jsonl; None without one."""
+    path = jsonl_path(config, save)
+    return None if path is None else path.with_name(FILE_NAME)
+
+
+def finite(values: Any) -> Any:
+    """Plain values in which nan and inf, which JSON lacks, are None."""
+    return json.loads(json.dumps(values), parse_constant=lambda constant: None)
