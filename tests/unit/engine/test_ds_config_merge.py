@@ -344,6 +344,10 @@ def test_a_scheduler_leaves_the_rates_of_other_groups(merge: Merge) -> None:
     assert factors["layers.0.mlp.fc_in.weight"].lr == 0.25
     assert factors["layers.0.mlp.fc_in.weight"].is_matrix
     assert factors["layers.1.mlp.fc_in.weight"].lr == 1.0
+    file["optimizer"] = {"type": "Muon", "params": {"lr": 2e-3, "muon_lr": 2e-2, "adam_lr": 1e-5}}
+    problems = merge(file, without="--lr 1e-4").problems
+    assert codes(problems) == ["ds-key-unsupported"] * 2
+    assert "--decoupled-lr" in str(problems[1])
 
 
 def test_unknown_style_of_warmup_is_reported_with_its_line(merge: Merge) -> None:

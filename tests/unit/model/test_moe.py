@@ -267,7 +267,8 @@ def test_a_balanced_global_batch_counts_the_micro_batches_so_far() -> None:
 
 
 def test_a_bias_moves_by_the_sign_of_what_an_expert_has_too_little() -> None:
-    """Of the counts of all micro-batches; a skipped step and a recomputation change nothing."""
+    """Of the counts of all micro-batches; a skipped step, a recomputation and an evaluation change
+    nothing."""
     moe = MoEConfig(num_experts=(E,), **SIGMOID, **BIAS, moe_router_bias_update_rate=0.25)
     layer = build(moe, architecture())
     router, single = layer.router, Mesh.single().dp
@@ -280,8 +281,10 @@ def test_a_bias_moves_by_the_sign_of_what_an_expert_has_too_little() -> None:
     layer(torch.randn(S, B, H))
     update_biases([router], single, is_applied=False)
     assert router.expert_bias.tolist() == [9.0, 0.0, 5.0, 1.0]
-    with layer.log.recording(training=True):
-        layer(torch.randn(S, B, H))
+    for training in (True, False):
+        with layer.log.recording(training=training):
+            layer(torch.randn(S, B, H))
+    assert int(torch.as_tensor(router.assigned_E).sum()) == moe.moe_router_topk * S * B
     update_biases([router], single, is_applied=True)
     assert router.expert_bias.tolist() == [8.75, 0.25, 4.75, 1.25]
     router.assigned_E = torch.tensor([5, 5, 5, 5])
