@@ -21,6 +21,7 @@ import errno
 import functools
 import importlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -170,6 +171,17 @@ def truncate_and_kill(descriptor: int, *_: Any) -> NoReturn:
     kill()
 
 
+def record(_: Any, batch: Any, *__: Any) -> None:
+    """Appends position and tokens of the samples of a micro-batch to the file in RECORD."""
+    rows = [
+        [*ids, *labels[-1:]]
+        for ids, labels in zip(batch.tokens_BS.tolist(), batch.labels_BS.tolist(), strict=True)
+    ]
+    line = json.dumps([batch.position, int(os.environ["RANK"]), rows])
+    with open(os.environ["RECORD"], "a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+
 def stop(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -222,6 +234,7 @@ ACTIONS: dict[str, Action] = {
     "kill": kill,
     "kill-all": kill_all_ranks,
     "truncate-kill": truncate_and_kill,
+    "record": record,
     "stop": stop,
     "terminate": terminate,
     "pause": pause,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,22 @@ index, documents, sample starts (position in the documents and token offset of s
 URL the marks of its blocks and the shift from a token's number to its block's."""
 
 
+class Piece(NamedTuple):
+    """Consecutive tokens of a sequence of a token file, at least one."""
+
+    prefix: str
+    """The token file."""
+    sequence: int
+    first: int
+    """Position of the first of the tokens in the sequence."""
+    size: int
+
+    def cut(self, start: int, end: int) -> Piece:
+        """The tokens from position `start` on, to before `end`; of negative size if none."""
+        first = max(start, 0)
+        return self._replace(first=self.first + first, size=min(end, self.size) - first)
+
+
 class TokenDataset(Protocol):
     """Samples by position in the data order."""
 
@@ -45,6 +61,8 @@ class TokenDataset(Protocol):
     """Exclusive upper bound of the token ids; None if unknown."""
     cache: TokenCache | None
     """Through which samples are read, by `SampleReading`, if their files have URLs."""
+    marks_ends: bool = False
+    """Whether END_MARK is added to the last token of each document."""
 
     def __len__(self) -> int: ...
 
@@ -60,6 +78,14 @@ class TokenDataset(Protocol):
 
     def sample_id(self, position: int) -> str:
         """A name of the sample that does not depend on its position in the data order."""
+
+    def pieces(self, position: int) -> Iterator[Piece]:
+        """Where the tokens of a sample come from, in their order; nothing if not from files."""
+        return iter(())
+
+    def positions_of(self, prefix: str, sequences: IntArray) -> IntArray:
+        """Positions of all samples that have tokens of some sequences of a token file."""
+        return np.empty(0, dtype=np.int64)
 
 
 class SampleReading:
@@ -103,7 +129,7 @@ class SampleReading:
         dataset = self._dataset
         if self._rest and dataset.cache is not None:
             dataset.cache.read(self._rest, dataset.read_into)
-        ids = self.rows & ~END_MARK if getattr(dataset, "marks_ends", False) else self.rows
+        ids = self.rows & ~END_MARK if dataset.marks_ends else self.rows
         if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, ids):
             for position in self._positions:
                 dataset[position]  # raises the error, which names token and file
@@ -128,9 +154,9 @@ class TransformedDataset:
     ) -> None:
         self._dataset, self.transform = dataset, transform
         self.seq_length, self.vocab_size = dataset.seq_length, dataset.vocab_size
-        self.marks_ends = getattr(dataset, "marks_ends", False)
-        self.cache, self.read_into = dataset.cache, dataset.read_into
-        self.sample_id = dataset.sample_id
+        self.marks_ends, self.cache = dataset.marks_ends, dataset.cache
+        self.read_into, self.sample_id = dataset.read_into, dataset.sample_id
+        self.pieces, self.positions_of = dataset.pieces, dataset.positions_of
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -151,10 +177,8 @@ class IndexProvider(Protocol):
         """Loads or builds the indexes."""
 
 
-class NumberedDataset(ABC):
+class NumberedDataset(TokenDataset, ABC):
     """Samples that follow each other in a text: sample n ends where n + 1 begins.
-
-    Implements `TokenDataset`.
 
     Args:
         prefix: The token file of the text.
@@ -163,9 +187,6 @@ class NumberedDataset(ABC):
         seq_length: Tokens per sample, without the last label.
         vocab_size: Exclusive upper bound of the token ids; None for no check.
     """
-
-    marks_ends = False
-    """Whether END_MARK is added to the last token of each document."""
 
     def __init__(
         self,
@@ -188,6 +209,14 @@ class NumberedDataset(ABC):
     @abstractmethod
     def sample_id(self, position: int) -> str:
         """A name of the sample that does not depend on its position in the data order."""
+
+    @abstractmethod
+    def pieces_of(self, sample: int) -> Iterator[Piece]:
+        """Where the tokens of a sample come from, in their order."""
+
+    @abstractmethod
+    def _near(self, sequences: IntArray) -> IntArray:
+        """Numbers of samples, of which all others have no tokens of these sequences."""
 
     @abstractmethod
     def _load(self) -> Any:
@@ -218,6 +247,24 @@ class NumberedDataset(ABC):
 
     def read_into(self, position: int, row: SampleArray) -> None:
         self.read_numbered(self._sample(position), row)
+
+    def pieces(self, position: int) -> Iterator[Piece]:
+        return self.pieces_of(self._sample(position))
+
+    def positions_of(self, prefix: str, sequences: IntArray) -> IntArray:
+        if prefix != self.prefix:
+            return super().positions_of(prefix, sequences)
+        return np.flatnonzero(np.isin(np.asarray(self.open()[0]), self.samples_of(sequences)))
+
+    def samples_of(self, sequences: IntArray) -> IntArray:
+        """Numbers of the samples that have tokens of some sequences, sorted."""
+        wanted = {*sequences.tolist()}
+        samples = (
+            sample
+            for sample in self._near(sequences).tolist()
+            if any(piece.sequence in wanted for piece in self.pieces_of(sample))
+        )
+        return np.fromiter(samples, dtype=np.int64)
 
     def open(self) -> Any:
         """Loads the indexes now, instead of when the first sample is read."""
@@ -285,6 +332,28 @@ class GPTDataset(NumberedDataset):
     def sample_id(self, position: int) -> str:
         return f"{self.name}:{self._sample(position)}"
 
+    def pieces_of(self, sample: int) -> Iterator[Piece]:
+        _, documents, starts, lengths, *_ = self.open()
+        at, offset = starts[2 * sample], starts[2 * sample + 1]
+        missing = self.seq_length + 1
+        while missing:
+            size = min(lengths[documents[at]] - offset, missing)
+            if size:
+                yield Piece(self.prefix, documents[at], offset, size)
+            missing -= size
+            at, offset = at + 1, 0
+
+    def _near(self, sequences: IntArray) -> IntArray:
+        _, documents, starts, lengths = map(np.asarray, self.open()[:4])
+        sizes = lengths[documents]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        at = np.flatnonzero(np.isin(documents, sequences))
+        rows = starts.reshape(-1, 2)[:-1]
+        first = (ends - sizes)[rows[:, 0]] + rows[:, 1]  # of the tokens of all documents
+        begun = np.searchsorted(ends[at] - sizes[at], first + self.seq_length + 1)
+        near: IntArray = np.flatnonzero(begun > np.searchsorted(ends[at], first, side="right"))
+        return near
+
     def _has(self, begin: int, size: int) -> bool:
         """Whether tokens are on this machine; if not, they are requested."""
         tokens = self._file.tokens
@@ -334,17 +403,39 @@ class RemainingDataset(NumberedDataset):
         self._dataset, self.marks_ends = dataset, dataset.marks_ends
 
     def read_numbered(self, sample: int, row: SampleArray) -> None:
-        _, unread = self.open()
-        length = self._dataset.seq_length
-        piece = np.empty(length + 1, dtype=np.int32)
-        first, filled = sample * self.seq_length, 0
-        while filled < self.seq_length:
-            index, offset = divmod(first + filled, length)
-            self._dataset.read_numbered(unread[index], piece)
-            size = min(length - offset, self.seq_length - filled)
-            # Together with the label of the last token, which the next piece replaces.
-            row[filled : filled + size + 1] = piece[offset : offset + size + 1]
+        part = np.empty(self._dataset.seq_length + 1, dtype=np.int32)
+        filled = 0
+        for unread, first, size in self._parts(sample):
+            self._dataset.read_numbered(unread, part)
+            row[filled : filled + size] = part[first : first + size]
             filled += size
+
+    def pieces_of(self, sample: int) -> Iterator[Piece]:
+        for unread, first, size in self._parts(sample):
+            start, end = first, first + size
+            for piece in self._dataset.pieces_of(unread):
+                if (part := piece.cut(start, end)).size > 0:
+                    yield part
+                start, end = start - piece.size, end - piece.size
+
+    def _near(self, sequences: IntArray) -> IntArray:
+        unread, length = np.asarray(self.open()[1]), self._dataset.seq_length
+        at = np.flatnonzero(np.isin(unread, self._dataset.samples_of(sequences)))
+        spans = np.arange(length // self.seq_length + 2)
+        near = np.unique((at * length // self.seq_length)[:, None] + spans)
+        return near[near < len(self)]
+
+    def _parts(self, sample: int) -> Iterator[tuple[int, int, int]]:
+        """Unread samples that make up a sample: number, first of its tokens, number of them."""
+        _, unread = self._views or self.open()
+        length = self._dataset.seq_length
+        position, end = sample * self.seq_length, (sample + 1) * self.seq_length
+        while position < end:
+            index, first = divmod(position, length)
+            size = min(length - first, end - position)
+            position += size
+            # The last label is the token that follows in the same unread sample.
+            yield unread[index], first, size + (position == end)
 
     def sample_id(self, position: int) -> str:
         return f"{self.name}:unread-{self.seq_length}-{self._sample(position)}"

@@ -38,8 +38,8 @@ class MockDataset:
         return rng.integers(request.tokenizer.vocab_size, size=size, dtype=np.int32)
 
 
-class MapDataset:
-    """The items of a dataset, shuffled in each epoch. Implements `TokenDataset`."""
+class MapDataset(TokenDataset):
+    """The items of a dataset, shuffled in each epoch."""
 
     vocab_size: int | None = None  # the ids of each item are checked here
     cache: TokenCache | None = None

@@ -79,7 +79,7 @@ class MicroBatchIterator:
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
         self._shape = micro_batch_size, dataset.seq_length + 1
-        self._options = eod, has_masks, getattr(dataset, "marks_ends", False)
+        self._options = eod, has_masks, dataset.marks_ends
         self._rows: Generator[tuple[int, SampleArray | None], None, None]
         if reads:
             self._rows = _read_all(dataset, self._positions, micro_batch_size, num_workers)

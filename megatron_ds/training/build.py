@@ -5,11 +5,13 @@ Owns the order of construction. Collective: every rank calls the same functions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +102,17 @@ class _Start:
             return self.checkpoint.run.state
         return TrainState() if self.imported is None else self.imported.state
 
+    @property
+    def history(self) -> BlendHistory | None:
+        """What was read of the training data before it."""
+        return None if self.checkpoint is None else self.checkpoint.run.data
+
+    def position(self, entered: TrainState) -> dict[str, Any]:
+        """What determines the samples of the run, for `EventLog`: the state before its first step,
+        and what was read of the training data."""
+        state = dataclasses.replace(entered, recent_losses=(), recent_norms=())
+        return {"state": state.to_dict(), "data": self.history and self.history.to_dict()}
+
     def load(self, engine: ZeroEngine, parts: RunParts) -> TrainState:
         """Fills the engine with it. Collective."""
         state = self.state
@@ -149,7 +162,8 @@ def build_trainer(parts: RunParts) -> Trainer:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         report.write_run_files(engine, (data, *later_data), state.stage)
         checkpoints.start_branch(start.checkpoint)
-        parts.events.start(report.folder, config, state.iteration, last, context.world_size)
+        facts = {"total_iterations": last, "ranks": context.world_size, **start.position(entered)}
+        parts.events.start(report.folder, config, state.iteration, **facts)
         parts.events.record("about", lines=about)
     exits = _exit_conditions(parts, last)
     return Trainer(
@@ -263,8 +277,8 @@ def _build_data(parts: RunParts, start: _Start, entered: TrainState) -> list[Dat
     """
     if parts.config.evaluation.eval_only is not None:
         return [Datasets(None)]
-    history = None if start.checkpoint is None else start.checkpoint.run.data
-    stages, built = RunStages(parts.config, parts.mesh.dp.size), list[Datasets]()
+    history, built = start.history, list[Datasets]()
+    stages = RunStages(parts.config, parts.mesh.dp.size)
     if entered.stage != start.state.stage:
         report_stage(parts.events, stages, entered)
     for before in stages.starts(entered):

@@ -11,6 +11,7 @@ import yaml
 from tests.e2e.conftest import write_corpus
 from tests.e2e.runs import Launcher, Settings, checkpoint_differences, steps
 from tests.tables import tables
+from tools.data_usage import RunData, parts_of
 
 TABLES = tables(__file__)
 
@@ -21,11 +22,29 @@ BOUNDARY, INSIDE, LAST = 2, 4, 7
 """Iterations: the end of the first stage, one in the second, the last one."""
 KILLS = (8, 24)
 """Samples before the micro-batches of the kills, in the first and the third step of `mid`."""
+RECORD = "samples.jsonl"
 LAYOUTS: dict[str, Settings] = {
     "pp2": {"pipeline_model_parallel_size": 2, "zero_stage": 1},
     "dp2-zero2": {"zero_stage": 2},
     "tp2-zero3": {"tensor_model_parallel_size": 2, "zero_stage": 3},
 }
+
+
+def printed_tokens(run: Path, last: int) -> dict[int, list[int]]:
+    """The tokens of the documents that tools/data_usage.py prints for all steps, by sample."""
+    data, samples = RunData(run), dict[int, list[int]]()
+    for step in range(1, last + 1):
+        steps = data.of_step(step)
+        for position in steps.samples(step):
+            parts = parts_of(steps, position)
+            samples[position] = [token for part in parts for token in part.ids]
+    return samples
+
+
+def recorded_tokens(run: Path) -> dict[int, list[int]]:
+    """The tokens of the samples that the model of a run has read."""
+    lines = map(json.loads, (run / RECORD).read_text().splitlines())
+    return {first + index: row for first, _, rows in lines for index, row in enumerate(rows)}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +63,9 @@ def staged(base: Settings, corpus: Path, tmp_path_factory: Factory) -> Settings:
 def uninterrupted(launcher: Launcher, staged: Settings, tmp_path_factory: Factory) -> Path:
     """The folder of a run of one process."""
     folder = tmp_path_factory.mktemp("full")
-    output = launcher.start({**staged, "save": folder}, ranks=1).succeed()
+    run = {**staged, "save": folder}
+    recording = {"fault": "micro-batch:0:record", "environment": {"RECORD": str(folder / RECORD)}}
+    output = launcher.start(run, ranks=1, **recording).succeed()
     assert "stage mid: iterations 3 to 5" in output
     return folder
 
@@ -85,6 +106,8 @@ def test_stages_killed_and_resumed_equal_an_uninterrupted_run(
             ("mid", "other"): 17,
             ("long", "tokens"): 23,
         }
+        # The documents that the tool prints are those that the uninterrupted run has read.
+        assert printed_tokens(folder, LAST) == recorded_tokens(uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +119,7 @@ def test_stages_continue_on_other_layouts_with_the_same_curve(
     """Claim (schedules): and its stages continue on other layouts with the same curve"""
     settings = {**staged, **LAYOUTS[name], "load": uninterrupted, "ckpt_step": BOUNDARY}
     launcher.start({**settings, "save": tmp_path}, ranks=2).succeed()
+    assert printed_tokens(tmp_path, LAST) == recorded_tokens(uninterrupted)
     for ours, theirs in zip(steps(tmp_path), steps(uninterrupted)[BOUNDARY:], strict=True):
         assert ours == {
             key: value if value is None else pytest.approx(value, rel=1e-5)

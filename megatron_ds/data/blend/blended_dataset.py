@@ -6,14 +6,16 @@ Knows datasets and the order of a blend, but not how either is made.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset
+from megatron_ds.data.gpt_dataset import Piece, SampleArray, TokenDataset
+from megatron_ds.data.sample_index import IntArray
 
 
 class BlendOrder(Protocol):
@@ -51,7 +53,7 @@ class RoutingDataset:
         self._datasets = tuple(datasets)
         self.seq_length = datasets[0].seq_length
         self.vocab_size = datasets[0].vocab_size
-        self.marks_ends = getattr(datasets[0], "marks_ends", False)
+        self.marks_ends = datasets[0].marks_ends
         self.cache = next((source.cache for source in datasets if source.cache is not None), None)
 
     def __getitem__(self, position: int) -> SampleArray:
@@ -65,6 +67,10 @@ class RoutingDataset:
     def sample_id(self, position: int) -> str:
         index, sample = self._locate(position)
         return f"{index}/{self._datasets[index].sample_id(sample)}"
+
+    def pieces(self, position: int) -> Iterator[Piece]:
+        index, sample = self._locate(position)
+        return self._datasets[index].pieces(sample)
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Index of the dataset and of its sample.
@@ -95,6 +101,11 @@ class ConcatDataset(RoutingDataset):
             raise IndexError(f"sample {position} of a dataset of {len(self)}")
         index = bisect.bisect_right(self._ends, position)
         return index, position - (self._ends[index - 1] if index else 0)
+
+    def positions_of(self, prefix: str, sequences: IntArray) -> IntArray:
+        positions = (dataset.positions_of(prefix, sequences) for dataset in self._datasets)
+        starts = zip(positions, (0, *self._ends), strict=False)
+        return np.concatenate([one + start for one, start in starts])
 
 
 class BlendedDataset(RoutingDataset):
@@ -139,3 +150,15 @@ class BlendedDataset(RoutingDataset):
             )
         source, sample = self._order.locate(position - self._first)
         return source, self._starts[source] + sample
+
+    def positions_of(self, prefix: str, sequences: IntArray) -> IntArray:
+        ends, positions = range(1, len(self._order) + 1), list[int]()
+        for index, (dataset, start) in enumerate(zip(self._datasets, self._starts, strict=True)):
+            samples = dataset.positions_of(prefix, sequences) - start
+            counts = functools.partial(self._count, index)
+            at = (bisect.bisect(ends, one, key=counts) for one in samples[samples >= 0].tolist())
+            positions += (self._first + one for one in at if one < len(ends))
+        return np.array(sorted(positions), dtype=np.int64)
+
+    def _count(self, index: int, end: int) -> int:
+        return int(self._order.counts_at(end)[index])

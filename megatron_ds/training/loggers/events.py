@@ -43,9 +43,7 @@ class EventLog:
         self._unwritten = b""
         self._iteration = 0
 
-    def start(
-        self, folder: Path, config: Config, iteration: int, total_iterations: int, ranks: int
-    ) -> None:
+    def start(self, folder: Path, config: Config, iteration: int, **values: Any) -> None:
         """Opens the file, and records the start of a run, then the events so far.
 
         Args:
@@ -53,8 +51,7 @@ class EventLog:
                 `metrics.jsonl`.
             config: Configuration of the run.
             iteration: Iteration from which the run starts.
-            total_iterations: Iteration with which it ends.
-            ranks: Number of processes.
+            values: Further values of the start.
         """
         path = self._path = folder / EVENTS
         self._iteration = iteration
@@ -65,7 +62,6 @@ class EventLog:
         except OSError as error:
             self._path, self._early = None, deque(maxlen=0)
             self._print("logger-disabled", path, error)
-        values = {"total_iterations": total_iterations, "ranks": ranks}
         self.record("start", **values, config=config.to_dict())
         for line in early:
             self._write(line)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.fill_in_middle import FillInMiddle, fim_problems
-from megatron_ds.data.gpt_dataset import SampleReading, TransformedDataset
+from megatron_ds.data.gpt_dataset import SampleReading, TokenDataset, TransformedDataset
 from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
@@ -37,8 +37,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return build_hf_tokenizer(str(file), trust_remote_code=False)
 
 
-class Documents:
-    """Equal samples of documents, and of end-of-document tokens. Implements `TokenDataset`."""
+class Documents(TokenDataset):
+    """Equal samples of documents, and of end-of-document tokens."""
 
     vocab_size = cache = None
 

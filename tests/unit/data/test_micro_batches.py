@@ -15,13 +15,14 @@ import pytest
 
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data import loader_process as module
+from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 from tests.problems import raises_problem
 
 SEQUENCE = 3
 
 
-class CountingDataset:
+class CountingDataset(TokenDataset):
     """Sample i consists of i, i + 1, ...: its first token is its id."""
 
     seq_length = SEQUENCE

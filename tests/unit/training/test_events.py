@@ -35,7 +35,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def opened(path: Path, iteration: int = 0) -> EventLog:
     log = EventLog(clock=lambda: 12.3456)
     config = Mock(to_dict=lambda: {"a": {"b": float("inf")}})
-    log.start(path.parent, config, iteration, total_iterations=8, ranks=2)
+    position = {"state": {}, "data": None}
+    log.start(path.parent, config, iteration, total_iterations=8, ranks=2, **position)
     return log
 
 
@@ -66,7 +67,7 @@ def test_printed_warnings_are_recorded_with_the_last_iteration(
     log = EventLog()
     with output.recording(log.warning):
         output.print_on_rank("WARNING: before the file is known")
-        log.start(path.parent, Config(), 4, 8, 1)
+        log.start(path.parent, Config(), 4)
         output.print_on_rank(" iteration 5 | a line of the log")
         log.step(5)
         output.print_on_rank("WARNING: later")
@@ -97,7 +98,7 @@ def test_events_of_a_folder_that_cannot_be_written_are_kept(tmp_path: Path) -> N
         log.warning(text)
 
     log, folder = EventLog(warn), tmp_path / "no"
-    log.start(folder, Config(), 0, 8, 1)
+    log.start(folder, Config(), 0)
     log.record("checkpoint", iteration=2)
     assert printed_codes("".join(warnings)) == ["metrics-jsonl-unwritable"]
     folder.mkdir()
