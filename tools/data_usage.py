@@ -166,7 +166,9 @@ class RunData:
         config = config_of(start["config"])
         if start["iteration"] and "state" not in start:  # of an older version
             raise user_error("start-without-state", "step", iteration=start["iteration"])
-        tokenizer, problems = check_tokenizer(config, True)
+        is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds a token
+        sized = config.with_vocab(config.model.vocab_size - is_null)
+        tokenizer, problems = check_tokenizer(sized, True)
         raise_if_any(problems)
         assert tokenizer is not None
         files = tuple(open_data(stage.data) for stage in config.stage_configs)
