@@ -112,7 +112,7 @@ def _expected_settings(parts: EngineParts) -> EngineSettings:
     precision, options, dp_size = config.precision, config.optimizer, parts.mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed
-    betas = dict.fromkeys(("adam", "muon"), (options.adam_beta1, options.adam_beta2))
+    betas = dict.fromkeys(("adam", "muon", "soap"), (options.adam_beta1, options.adam_beta2))
     return EngineSettings(
         zero_stage=config.zero_stage,
         dp_size=parts.mesh.dp_sp.size,
@@ -124,7 +124,7 @@ def _expected_settings(parts: EngineParts) -> EngineSettings:
         momentum={"sgd": options.sgd_momentum, "muon": options.muon_momentum}.get(
             options.optimizer
         ),
-        orthogonalized=matrices if options.optimizer == "muon" else None,
+        orthogonalized=matrices if options.matrix_states else None,
         weight_decay=tuple(decay * factors.weight_decay for factors in parts.multipliers),
         clip_grad=options.clip_grad,
         param_dtype=DTYPES[precision.name],
@@ -146,7 +146,9 @@ def _expected_optimizer(config: Config, ds_config: Mapping[str, Any]) -> str:
     if config.optimizer.moment_dtypes and config.optimizer.optimizer == "adam":
         return f"AdamW{' (fused)' if ds_config['optimizer']['params']['fused'] else ''}"
     if config.optimizer.optimizer != "adam":
-        return {"sgd": "SGD", "lion": "Lion", "muon": "Muon"}[config.optimizer.optimizer]
+        return {"sgd": "SGD", "lion": "Lion", "muon": "Muon", "soap": "SOAP"}[
+            config.optimizer.optimizer
+        ]
     return adam_kernel(config, ds_config).value
 
 
@@ -176,7 +178,7 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
     name = type(basic).__name__
     if type(basic).__module__.partition(".")[0] == "apex":
         name += " of apex"
-    if name != "Muon" and any(group.get("fused") for group in basic.param_groups):
+    if name not in ("Muon", "SOAP") and any(group.get("fused") for group in basic.param_groups):
         name += " (fused)"
     # DeepSpeed's Adam kernels are Adam with L2 regularization unless configured otherwise.
     is_decoupled = getattr(basic, "adam_w_mode", True)

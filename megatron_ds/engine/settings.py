@@ -37,9 +37,9 @@ class EngineSettings:
     optimizer: str
     """Class of the optimizer, and whether it is the fused kernel."""
     betas: tuple[float, float] | None
-    """Betas of AdamW (Muon's, too) or Lion; None for others."""
+    """Betas of AdamW (Muon's and SOAP's, too) or Lion; None for others."""
     epsilon: float | None
-    """Epsilon of AdamW (Muon's, too); None for others."""
+    """Epsilon of AdamW (Muon's and SOAP's, too); None for others."""
     momentum: float | None
     """Momentum of SGD or Muon; None for other optimizers."""
     weight_decay: tuple[float, ...]
@@ -59,7 +59,7 @@ class EngineSettings:
     moment_dtypes: tuple[str, ...] = ()
     """Types of first and second moments; empty if they have the type of the master weights."""
     orthogonalized: int | None = None
-    """Parameters that Muon updates; None for other optimizers."""
+    """Parameters that Muon or SOAP updates; None for other optimizers."""
     hpz_size: int = 1
     """Ranks that share a second copy of the parameters (hpZ); 1 without one."""
     passed_keys: tuple[str, ...] = ()

@@ -86,7 +86,7 @@ class Role(StrEnum):
     """Role of a weight in training and checkpoints."""
 
     MATRIX = "matrix of a layer"
-    """Decayed; updated by Muon."""
+    """Decayed; updated by Muon and SOAP."""
     VECTOR = "bias, or weight of a norm"
     """Not decayed."""
     POSITIONS = "learned positions"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.options.optimizer import MUON_BATCH
+from megatron_ds.config.options.optimizer import MATRIX_BATCH
 from megatron_ds.model.spec.architecture import is_expert, is_expert_matrix, is_matrix
 from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
 from megatron_ds.parallel.chunks import chunk_bytes, num_tiles
@@ -164,11 +164,7 @@ class _Sizes:
         elements = spec.elements(blocks, is_matrix)
         experts = spec.elements(blocks, is_expert_matrix)
         self.matrix_share = self._partition(elements, experts)
-        owned = self.full if inputs.zero_stage == 0 else self.partition
-        self.moments = round(inputs.moment_bytes * inputs.moments * owned)
-        if inputs.has_matrix_updates and not inputs.has_neuron_moments:
-            seconds = self.matrix_share if inputs.zero_stage else elements
-            self.moments -= inputs.second_moment_bytes * seconds
+        self.moments = self._moments(elements)
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
         is_sharded, recompute = in_effect(config.parallel).sequence_parallel, config.recompute
         # Without flex attention, attention runs document by document.
@@ -211,6 +207,19 @@ class _Sizes:
         """Elements on each rank: an expert is partitioned over the ranks that have it."""
         dp_size = self.inputs.dp_size
         return -(-(elements - experts) // dp_size) + -(-experts * self.ep_size // dp_size)
+
+    def _moments(self, matrices: int) -> int:
+        """Bytes of all moments.
+
+        Args:
+            matrices: Elements of matrices, which have other states if they are updated as such.
+        """
+        inputs, owned, share = self.inputs, self.full, matrices
+        if inputs.zero_stage > 0:
+            owned, share = self.partition, self.matrix_share
+        further = inputs.matrix_states and inputs.matrix_states - 2
+        element = inputs.second_moment_bytes if further < 0 else FP32
+        return round(inputs.moment_bytes * inputs.moments * owned) + further * element * share
 
     def states(self) -> tuple[dict[str, int], dict[str, int]]:
         """States on the device and on the host."""
@@ -325,16 +334,17 @@ class _Sizes:
         return {category: size for category, size in device.items() if category not in absent}
 
     def matrix_updates(self) -> int:
-        """Muon's messages and the largest batch of matrices, in the type of the computation.
+        """Messages and the largest batch of matrices, Muon's in the type of the computation.
 
         The elements of this rank's partition are collected, concatenated, received and sent back;
-        the iteration has the matrix, its transposed copy, a product and the result.
+        the iteration has the matrix, its transposed copy, a product and the result. SOAP has three
+        times as many tensors in fp32.
         """
-        if not self.inputs.has_matrix_updates:
+        if not (states := self.inputs.matrix_states):
             return 0
-        one, batch = max(self.matrices) * self.inputs.tp_size, min(MUON_BATCH, self.matrix_share)
+        one, batch = max(self.matrices) * self.inputs.tp_size, min(MATRIX_BATCH, self.matrix_share)
         # Second moments are sent in fp32.
-        element = self.inputs.param_bytes + FP32 * self.inputs.has_neuron_moments
+        element = 3 * FP32 if states > 2 else self.inputs.param_bytes + FP32 * (states - 1)
         return element * 4 * (self.matrix_share + max(one, batch))
 
     def reduction(self) -> int:

@@ -35,10 +35,8 @@ class MemoryInputs:
     moment_bytes: float = field(kw_only=True, default=FP32)
     """Of both moments in the mean."""
     second_moment_bytes: int = field(kw_only=True, default=FP32)
-    has_matrix_updates: bool = field(kw_only=True, default=False)
-    """Whether Muon updates the matrices of the layers."""
-    has_neuron_moments: bool = field(kw_only=True, default=False)
-    """Whether these have second moments, too; otherwise they have one moment less."""
+    matrix_states: int = field(kw_only=True, default=0)
+    """State tensors of the matrices of the layers if these are updated as such; 0 if not."""
     zero: Mapping[str, Any]
     """DeepSpeed's `zero_optimization`: buckets, limits of gathering, swapping."""
     offload_optimizer: bool = False
@@ -74,7 +72,7 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
     ds_config, offload = build_ds_config(config, dp_size, device), config.deepspeed
     momentum = int(config.optimizer.sgd_momentum != 0)
     options = in_effect(config.optimizer)
-    moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[options.optimizer]
+    moments = {"adam": 2, "lion": 1, "muon": 2, "soap": 2, "sgd": momentum}[options.optimizer]
     first, second = (DTYPE_BYTES[n] for n in (options.exp_avg_dtype, options.exp_avg_sq_dtype))
     moment_bytes = first if moments == 1 else (first + second) / 2
     return MemoryInputs(
@@ -87,8 +85,7 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
         moments=moments,
         moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else moment_bytes,
         second_moment_bytes=second,
-        has_matrix_updates=config.optimizer.optimizer == "muon",
-        has_neuron_moments=config.optimizer.normuon,
+        matrix_states=config.optimizer.matrix_states,
         zero=ds_config["zero_optimization"],
         offload_optimizer=offload.optimizer_offload != "none",
         offload_parameters=offload.param_offload != "none",

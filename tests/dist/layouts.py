@@ -64,6 +64,8 @@ TEST_FLAGS = {
     "--clip-grad 0.1",
     ("optimizer", "lion"): "--lr 0.001 --lion-beta2 0.95 --weight-decay 0.1 --clip-grad 0.1",
     ("optimizer", "muon"): "--lr 0.01 --adam-eps 1e-3 --weight-decay 0.1 --clip-grad 0.1",
+    ("optimizer", "soap"): "--lr 0.02 --adam-beta2 0.95 --adam-eps 1e-2 --weight-decay 0.1 "
+    "--clip-grad 0.1 --soap-precondition-frequency 1",
     ("optimizer", "sgd"): "--lr 0.5 --sgd-momentum 0 --weight-decay 0 --clip-grad 0",
 }
 """Flags that a value needs besides those of the matrix, in these tests."""

@@ -338,16 +338,21 @@ class Muon(CautiousAdamW):
             assert p.grad is not None
             factor, decay = self.rates.get(p, (1.0, self.options.weight_decay))
             momentum.mul_(beta).add_(p.grad)
-            update = p.grad + beta * momentum
+            update = self._input(p.grad, momentum)
             experts = update if p.dim() == 3 else [update]
             parts = [part for expert in experts for part in expert.split(sizes)]
-            steps = [self._orthogonalized(part, (index, n)) for n, part in enumerate(parts)]
+            steps = [self._step_of(part, (index, n)) for n, part in enumerate(parts)]
+            if steps[0] is None:
+                continue
             step = torch.cat(steps).view_as(p)
             is_cautious = self.options.cautious_weight_decay
             decayed = p * self.is_shrunk(p, p, step) if is_cautious else p
             p -= rate * factor * (step + decay * decayed)
 
-    def _orthogonalized(self, matrix: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
+    def _input(self, gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return gradient + self.options.muon_momentum * momentum
+
+    def _step_of(self, matrix: torch.Tensor, key: tuple[int, int]) -> Any:
         """Five Newton-Schulz iterations, scaled to the RMS of AdamW's steps (Liu et al. 2025).
 
         NorMuon is algorithm 1 of Li et al. 2025, Polar Express algorithm 1 of Amsel et al. 2025.
@@ -363,6 +368,39 @@ class Muon(CautiousAdamW):
         self.seconds[key] = beta * self.seconds.get(key, 0 * mean) + (1 - beta) * mean
         x = x / (self.seconds[key].sqrt() + 1e-8)[:, None]
         return 0.2 * matrix.numel() ** 0.5 * x / x.norm()
+
+
+class Soap(Muon):
+    """Algorithm 3 of Vyas et al. 2024 with the eigenbasis of the smaller side alone, and their
+    public code's first step, order of eigenvectors and corrections of the bias."""
+
+    def _input(self, gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+    def _step_of(self, matrix: torch.Tensor, key: tuple[int, int]) -> Any:
+        if len(matrix) > matrix.shape[1]:
+            step = self._step_of(matrix.T, key)
+            return None if step is None else step.T
+        options, state = self.options, self.state.setdefault(key, {})
+        beta1, beta2, beta = options.adam_beta1, options.adam_beta2, options.soap_shampoo_beta
+        outer = (1 - beta) * matrix @ matrix.T
+        if not state:
+            vectors = torch.linalg.eigh(outer)[1].flip(1)
+            state |= {"L": outer, "Q": vectors, "M": 0 * matrix, "V": 0 * matrix, "t": 0}
+            return None
+        state["t"] += 1
+        state["M"] = beta1 * state["M"] + (1 - beta1) * matrix
+        state["V"] = beta2 * state["V"] + (1 - beta2) * (state["Q"].T @ matrix) ** 2
+        rotated = state["Q"].T @ state["M"] / (1 - beta1 ** state["t"])
+        root = (state["V"] / (1 - beta2 ** state["t"])).sqrt()
+        step = state["Q"] @ (rotated / (root + options.adam_eps))
+        state["L"] = beta * state["L"] + outer
+        if state["t"] % options.soap_precondition_frequency == 0:
+            values = (state["Q"].T @ state["L"] @ state["Q"]).diag()
+            order = values.argsort(descending=True)
+            state["V"] = state["V"][order]
+            state["Q"] = torch.linalg.qr(state["L"] @ state["Q"][:, order])[0]
+        return step
 
 
 POLAR_EXPRESS = [
@@ -393,7 +431,7 @@ def _optimizer(
     # The biases of experts are stacked.
     matrix_names = sorted(n for n, p in named.items() if p.dim() > 1 and not n.endswith(".bias"))
     matrices = []
-    if options.optimizer == "muon":
+    if options.optimizer in ("muon", "soap"):
         hidden = [name for name in matrix_names if name.startswith(("layers.", "predictions."))]
         hidden_weights = {name: named[name] for name in hidden}
         matrices = [(p, _fused_rows(config, name, p)) for name, p in hidden_weights.items()]
@@ -427,8 +465,8 @@ def _optimizer(
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
     if options.optimizer == "lion":
         return Lion(groups, lr=options.lr, betas=(options.lion_beta1, options.lion_beta2))
-    if options.optimizer == "muon":
-        muon = Muon(groups, matrices, options)
+    if options.optimizer in ("muon", "soap"):
+        muon = (Soap if options.optimizer == "soap" else Muon)(groups, matrices, options)
         for name, scale, decay in reversed(_named_rates(options)):
             hits = [p for key, p in hidden_weights.items() if re.fullmatch(name, key)]
             muon.rates |= dict.fromkeys(hits, (scale, decay))

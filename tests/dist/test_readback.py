@@ -80,6 +80,7 @@ def layouts() -> dict[str, Config]:
         "zero0 sgd": config(0, "sgd"),
         "zero2 lion": config(2, "lion"),
         "zero3 muon": config(3, "muon"),
+        "zero1 bf16 soap": config(1, "soap", precision=bf16),
         "zero1 bf16 muon": config(1, "muon", precision=bf16, optimizer=moments),
         "zero1": config(1),
         "zero2": config(2),
@@ -165,9 +166,10 @@ ON_THE_HOST = {
     "megatron_ds/training/exit_conditions.py _any_rank",
     "all_reduce by megatron_ds/training/exit_conditions.py _any_rank",
     "megatron_ds/parallel/embedding.py <genexpr>",
+    "megatron_ds/engine/optimizers/matrix_optimizer.py _step_elements",
 }
-"""Reads of host tensors: the agreement on stopping has its own group for them, and token ids are
-checked by an assertion on the device where that is not the CPU."""
+"""Reads of host tensors: the agreement on stopping has its own group for them, numbers of steps are
+never moved, and token ids are checked by an assertion on the device where that is not the CPU."""
 DECISIONS = {
     "megatron_ds/engine/step.py _is_dropped",  # stage 0
     "megatron_ds/engine/deepspeed/flat_gradients.py _step_flat",  # bf16, stage 1

@@ -208,6 +208,11 @@ LAST = {target: source for source, target in (*FURTHER, *BASIC)}
 """Of each layout the checkpoint that it also loads in other forms."""
 UNIVERSAL = TABLES["universal"]
 WITHOUT_OPTIMIZER = TABLES["without_optimizer"]
+OF_MATRICES: dict[str, tuple[str, ...]] = {
+    "normuon": ("momentum_buffer", "exp_avg_sq"),
+    "soap": ("exp_avg", "exp_avg_sq", "preconditioner", "eigenbasis"),
+}
+"""States of matrices, by optimizer."""
 IN_BACKGROUND = TABLES["in_background"]
 """Layouts that do so in `make test`; the others are proofs."""
 
@@ -265,7 +270,9 @@ class Continued(Training):
         optimizer = self.config.optimizer.optimizer
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1
         is_matrix = is_matrix and name.startswith("layers.") and not name.endswith(".bias")
-        if optimizer == "sgd" or (optimizer == "muon" and is_matrix):
+        if is_matrix and (of_matrices := OF_MATRICES.get(self.layout.optimizer)):
+            return of_matrices
+        if optimizer == "sgd":
             return ("momentum_buffer",)
         return ("exp_avg",) if optimizer == "lion" else ("exp_avg", "exp_avg_sq")
 

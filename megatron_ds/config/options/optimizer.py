@@ -12,12 +12,12 @@ from megatron_ds.config.options import param_group
 from megatron_ds.config.options.param_group import ParamGroup
 from megatron_ds.config.problems import Problem
 
-MUON_BATCH = 2**25
-"""Most elements of matrices of one shape that Muon orthogonalizes at once, or of a single one."""
+MATRIX_BATCH = 2**25
+"""Most elements of matrices of one shape that are updated at once, or of a single one."""
 EIGHT_BIT, NORMUON = "adam8bit", "normuon"
 """Names of optimizers by their states: Adam with 8-bit moments, and Muon with second moments."""
-ADAM = when(optimizer=("adam", "muon"))
-MUON = when(optimizer="muon")
+ADAM = when(optimizer=("adam", "muon", "soap"))
+MUON, SOAP = when(optimizer="muon"), when(optimizer="soap")
 LION = when(optimizer="lion")
 
 _fraction = functools.partial(option_field, minimum=0, below=1)
@@ -30,13 +30,13 @@ class OptimizerConfig:
     """Optimizer. Biases and one-dimensional weights have no weight decay."""
 
     optimizer: str = option_field(
-        "adam", choices=("adam", "sgd", "lion", "muon"), synonyms={"dist_muon": "muon"}
+        "adam", choices=("adam", "sgd", "lion", "muon", "soap"), synonyms={"dist_muon": "muon"}
     )
     lr: float = option_field(UNSET_FLOAT, required=True, minimum=0)
     adam_beta1: float = _fraction(0.9, only_with=ADAM)
     adam_beta2: float = _fraction(0.999, only_with=ADAM)
     adam_eps: float = option_field(1e-8, minimum=0, only_with=ADAM)
-    exp_avg_dtype: str = _moment(only_with=when(optimizer=("adam", "muon", "lion")))
+    exp_avg_dtype: str = _moment(only_with=when(optimizer=("adam", "muon", "soap", "lion")))
     exp_avg_sq_dtype: str = _moment(only_with=ADAM)
     use_bnb_optimizer: bool = option_field(False, only_with=when(optimizer="adam"))
     lion_beta1: float = _fraction(0.9, only_with=LION)
@@ -51,6 +51,8 @@ class OptimizerConfig:
     muon_coefficient_type: str = _of_muon("simple", choices=("simple", "quintic", "polar_express"))
     normuon: bool = _of_muon(False)
     normuon_beta2: float = _fraction(0.95, only_with=(MUON, when(normuon=True)))
+    soap_shampoo_beta: float = _fraction(0.95, only_with=SOAP)
+    soap_precondition_frequency: int = option_field(10, minimum=1, only_with=SOAP)
     sgd_momentum: float = _fraction(0.9, only_with=when(optimizer="sgd"))
     qk_clip: bool = option_field(False)
     qk_clip_threshold: float = option_field(100.0, above=0, only_with=when(qk_clip=True))
@@ -61,7 +63,7 @@ class OptimizerConfig:
     )
     weight_decay: float = option_field(0.01, minimum=0)
     cautious_weight_decay: bool = option_field(
-        False, only_with=when(optimizer=("adam", "muon", "lion"))
+        False, only_with=when(optimizer=("adam", "muon", "soap", "lion"))
     )
     embedding_weight_decay: float | None = option_field(None, minimum=0)
     param_group: tuple[str, ...] | None = option_field(
@@ -84,6 +86,11 @@ class OptimizerConfig:
     @property
     def has_8_bit_moments(self) -> bool:
         return self.optimizer == "adam" and self.use_bnb_optimizer
+
+    @property
+    def matrix_states(self) -> int:
+        """States of an element of the matrices that are updated as such; 0 if none are."""
+        return {"muon": 2 if self.normuon else 1, "soap": 4}.get(self.optimizer, 0)
 
     @property
     def moment_dtypes(self) -> dict[str, str]:

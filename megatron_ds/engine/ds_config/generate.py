@@ -57,8 +57,8 @@ ZERO3_DEFAULTS: Json = TABLES["generated"]["zero3"]
 PIPELINE_BLOCK: Json = TABLES["generated"]["pipeline"]
 """The stages recompute their activations themselves, and send full hidden states."""
 
-MUON_FIELDS: dict[str, str] = TABLES["generated"]["muon"]
-"""Parameters of Muon, and the fields with their values."""
+MATRIX_FIELDS: dict[str, dict[str, str]] = {n: TABLES["generated"][n] for n in ("muon", "soap")}
+"""Parameters of optimizers of full matrices, and the fields with their values."""
 
 PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
 """Keys of `zero_optimization` that decide where in the optimizer's flat tensors a parameter is."""
@@ -366,9 +366,12 @@ def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> J
     if options.optimizer == "adam" and options.moment_dtypes:
         params["fused"] = is_available(AdamKernel.TORCH_FUSED)
         return {"type": "megatron_ds.AdamW", "params": params}
-    if options.optimizer == "muon":
-        params |= {key: getattr(options, name) for key, name in MUON_FIELDS.items()}
+    if options.matrix_states:
+        fields = MATRIX_FIELDS[options.optimizer]
+        params |= {key: getattr(options, name) for key, name in fields.items()}
         params["fused"] = is_available(AdamKernel.TORCH_FUSED)
+        if options.optimizer == "soap":
+            return {"type": "megatron_ds.SOAP", "params": params}
         params["neuron_beta"] = options.normuon_beta2 if options.normuon else None
         return {"type": "megatron_ds.Muon", "params": params}
     params["torch_adam"] = kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)

@@ -14,11 +14,13 @@ from megatron_ds.engine.optimizers.adam_kernels import apex_adam
 from megatron_ds.engine.optimizers.adamw import AdamW
 from megatron_ds.engine.optimizers.distributed_matrices import find_matrices
 from megatron_ds.engine.optimizers.lion import Lion
+from megatron_ds.engine.optimizers.matrix_optimizer import MatrixOptimizer
 from megatron_ds.engine.optimizers.muon import Muon
 from megatron_ds.engine.optimizers.param_groups import with_own_settings
+from megatron_ds.engine.optimizers.soap import SOAP
 from megatron_ds.parallel.mesh import Mesh
 
-OWN = {f"megatron_ds.{optimizer.__name__}": optimizer for optimizer in (AdamW, Lion, Muon)}
+OWN = {f"megatron_ds.{optimizer.__name__}": optimizer for optimizer in (AdamW, Lion, Muon, SOAP)}
 """The optimizers of this package, by their types in the configuration."""
 
 
@@ -64,20 +66,21 @@ def _adam_with_8_bit_moments() -> Callable[..., Any]:
 
 
 def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -> None:
-    """Give a Muon optimizer the locations of its matrices in DeepSpeed's partitions.
+    """Give an optimizer of full matrices the locations of its matrices in DeepSpeed's partitions.
 
-    Matrices are orthogonalized in the type of the parameters, but fp16 ones in bf16, which has the
-    range of fp32.
+    Muon orthogonalizes them in the type of the parameters, but fp16 ones in bf16, which has the
+    range of fp32. SOAP computes in fp32.
 
     Args:
         engine: Engine of `deepspeed.initialize`.
         stage: ZeRO stage.
         mesh: Mesh of this process.
-        device: Device on which matrices are orthogonalized.
+        device: Device on which they are updated.
     """
     optimizer = engine.basic_optimizer
-    if not isinstance(optimizer, Muon):
+    if not isinstance(optimizer, MatrixOptimizer):
         return
-    dtype = torch.float32 if engine.get_data_types()[0] == torch.float32 else torch.bfloat16
+    in_fp32 = optimizer.computes_in_fp32 or engine.get_data_types()[0] == torch.float32
+    dtype = torch.float32 if in_fp32 else torch.bfloat16
     empty = torch.empty(0, dtype=dtype, device=device)
     optimizer.attach(find_matrices(engine, stage, mesh, empty))

@@ -7,14 +7,15 @@ from typing import Any
 from torch.optim import Optimizer
 
 from megatron_ds.engine.optimizers.adamw import CHUNK
-from megatron_ds.engine.optimizers.muon import MATRICES, Muon
+from megatron_ds.engine.optimizers.matrix_optimizer import MATRICES, MatrixOptimizer
 
 
 def decay_cautiously(optimizer: Optimizer) -> None:
     """Make AdamW or Lion decay only the elements of weights that its update moves towards zero.
 
     The sign of the update is that of the momentum with the current gradient, so the decay is
-    applied before the step, which then has none. Muon decays its matrices itself.
+    applied before the step, which then has none. Optimizers of full matrices
+    decay these themselves.
     """
     decays: list[tuple[dict[str, Any], float]] = []
     """Groups without their decay during a step."""
@@ -44,7 +45,7 @@ def decay_cautiously(optimizer: Optimizer) -> None:
             group["weight_decay"] = value
         decays.clear()
 
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, MatrixOptimizer):
         optimizer.is_cautious = True
     optimizer.register_step_pre_hook(decay)
     optimizer.register_step_post_hook(restore)

@@ -22,7 +22,7 @@ class Multipliers(NamedTuple):
     lr: float = 1.0
     weight_decay: float = 1.0
     is_matrix: bool = False
-    """Whether Muon updates the parameter."""
+    """Whether the optimizer updates the parameter as a matrix."""
     is_decoupled: bool = False
     """Whether --decoupled-lr is its learning rate."""
 
@@ -49,7 +49,7 @@ def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
         if role in (Role.WORDS, Role.POSITIONS):
             factors = factors._replace(weight_decay=embeddings)
         factors = factors._replace(
-            is_matrix=options.optimizer == "muon" and role is Role.MATRIX,
+            is_matrix=options.matrix_states > 0 and role is Role.MATRIX,
             is_decoupled=options.decoupled_lr is not None and role in (Role.WORDS, Role.OUTPUT),
         )
         group = next((group for group in named if group.matches(weight.name)), None)
@@ -172,7 +172,7 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, 
     there for DeepSpeed's, and an integer in the group for NVIDIA's.
     """
     library = type(optimizer).__module__.partition(".")[0]
-    if isinstance(optimizer, AdamW):  # Muon
+    if isinstance(optimizer, AdamW):  # Muon and SOAP, too
         library = "torch"
     states = {index: dict(state) for index, state in saved["state"].items()}
     groups = []

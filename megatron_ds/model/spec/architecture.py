@@ -166,7 +166,7 @@ def is_state(weight: Weight) -> bool:
 
 
 def is_matrix(weight: Weight) -> bool:
-    """Whether Muon updates a weight: a matrix of a transformer layer."""
+    """Whether Muon and SOAP update a weight: a matrix of a transformer layer."""
     return weight.role is Role.MATRIX
 
 

@@ -235,10 +235,19 @@ def _engine_settings(facts: BannerData) -> Lines:
     if settings.orthogonalized is not None:
         spec = run_spec(facts.config)
         tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
+        momentum, update = (
+            "",
+            (
+                f"eigenbases every {options.soap_precondition_frequency} steps, "
+                f"Shampoo beta {options.soap_shampoo_beta:g}"
+            ),
+        )
+        if settings.momentum is not None:
+            momentum = f"momentum {settings.momentum:g}, "
+            update = f"{options.muon_coefficient_type} coefficients"
+            update += ", second moments of neurons" if options.normuon else ""
         coefficients = (
-            f"momentum {settings.momentum:g}, on {settings.orthogonalized} matrices "
-            f"({_elements(matrices)}), {options.muon_coefficient_type} coefficients"
-            f"{', second moments of neurons' if options.normuon else ''}; "
+            f"{momentum}on {settings.orthogonalized} matrices ({_elements(matrices)}), {update}; "
             f"AdamW on {(tensors - matrices).total()} other parameters "
             f"({_elements(tensors - matrices)}), {coefficients}"
         )

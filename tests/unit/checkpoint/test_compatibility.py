@@ -166,7 +166,7 @@ def test_another_layout_is_rejected_for_8_bit_moments_only(
 
 def test_another_optimizer_and_moments_of_another_width_are_rejected(manager: Managers) -> None:
     save(manager(), 1)
-    others = [OptimizerConfig(optimizer=name) for name in ("sgd", "lion", "muon")]
+    others = [OptimizerConfig(optimizer=name) for name in ("sgd", "lion", "muon", "soap")]
     for other in (*others, OptimizerConfig(use_bnb_optimizer=True)):
         assert rejected(manager(optimizer=other)) == {"optimizer"}
     unused = OptimizerConfig(optimizer="sgd", use_bnb_optimizer=True)

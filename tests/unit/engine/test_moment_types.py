@@ -12,7 +12,7 @@ from torch import nn
 from megatron_ds.engine.optimizers import adamw
 from megatron_ds.engine.optimizers.lion import Lion
 from megatron_ds.engine.optimizers.param_groups import keep_settings_on_load
-from tests.unit.engine.test_muon import SETTINGS, muon_of, stepped
+from tests.unit.engine.test_muon import SETTINGS, muon_of, soap_of, stepped
 
 BF16 = torch.bfloat16
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, **SETTINGS}
@@ -46,7 +46,7 @@ def test_adamw_rounds_its_moments_after_each_step(
     assert not torch.allclose(found, exact, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["adam", "lion", "muon", "normuon"])
+@pytest.mark.parametrize("name", ["adam", "lion", "muon", "normuon", "soap"])
 def test_moments_in_bf16_are_loaded_bit_for_bit(name: str) -> None:
     def build(weight: nn.Parameter) -> torch.optim.Optimizer:
         groups = [{"params": [weight]}]
@@ -56,6 +56,8 @@ def test_moments_in_bf16_are_loaded_bit_for_bit(name: str) -> None:
             return Lion(groups, betas=(0.9, 0.99), exp_avg_dtype="bf16", **SETTINGS)
         beta = 0.9 if name == "normuon" else None
         types = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+        if name == "soap":
+            return soap_of(weight, **types)
         return muon_of(weight, dtype=torch.float32, neuron_beta=beta, **types)
 
     optimizer = build(start())
@@ -65,6 +67,8 @@ def test_moments_in_bf16_are_loaded_bit_for_bit(name: str) -> None:
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     types = {key: state.dtype for key, state in next(iter(resumed.state.values())).items()}
     assert types.pop("step", torch.float32) == torch.float32
+    assert types.pop("preconditioner", torch.float32) == torch.float32
+    assert types.pop("eigenbasis", torch.float32) == torch.float32
     assert types.pop("exp_avg_sq", BF16) == (torch.float32 if name == "adam" else BF16)
     assert set(types.values()) == {BF16}
     assert torch.equal(stepped(optimizer), stepped(resumed))

@@ -1,4 +1,4 @@
-"""Muon's update, and which rank computes it; optimizers of other packages."""
+"""Updates of Muon and SOAP, and which rank computes them; optimizers of other packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.engine.optimizers import muon
+from megatron_ds.config import OptimizerConfig
+from megatron_ds.engine.optimizers import matrix_optimizer
 from megatron_ds.engine.optimizers.build import client_optimizer
 from megatron_ds.engine.optimizers.cautious_decay import decay_cautiously
 from megatron_ds.engine.optimizers.distributed_matrices import (
@@ -20,8 +21,10 @@ from megatron_ds.engine.optimizers.distributed_matrices import (
     assign_owners,
 )
 from megatron_ds.engine.optimizers.muon import COEFFICIENTS, Muon, iterations, orthogonalize
+from megatron_ds.engine.optimizers.soap import SOAP
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.weights import ShardSpec
+from tests.dist.reference import Soap
 from tests.observed import Observed
 from tests.problems import raises_problem
 
@@ -38,7 +41,6 @@ def piece_of(weight: torch.nn.Parameter, sections: tuple[int, ...]) -> MatrixSha
 
 
 def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **scale: Any) -> Muon:
-    mesh = Mesh.single()
     optimizer = Muon(
         [{"params": [weight], "is_matrix": True}],
         betas=(0.9, 0.99),
@@ -49,7 +51,21 @@ def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **sc
         steps=5,
         **{**DEFAULTS, **SETTINGS, **scale},
     )
-    pieces = [piece_of(weight, sections or (len(weight),))]
+    return attached(optimizer, weight, sections, dtype)
+
+
+def soap_of(weight: torch.nn.Parameter, *sections: int, **options: Any) -> SOAP:
+    settings = {"shampoo_beta": 0.8, "precondition_frequency": 2, "betas": (0.9, 0.95)}
+    groups = [{"params": [weight], "is_matrix": True}]
+    optimizer = SOAP(groups, **{**settings, "eps": 1e-3, **SETTINGS, **options})
+    return attached(optimizer, weight, sections, torch.float32)
+
+
+def attached(
+    optimizer: Any, weight: torch.nn.Parameter, sections: tuple[int, ...], dtype: torch.dtype
+) -> Any:
+    """The optimizer of a matrix that one process has whole."""
+    mesh, pieces = Mesh.single(), [piece_of(weight, sections or (len(weight),))]
     optimizer.attach([DistributedMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])
     return optimizer
 
@@ -124,7 +140,7 @@ def test_matrices_of_one_shape_are_updated_together_as_each_by_itself(
     Claim (precision): matrices of one shape, single, fused or stacked, are orthogonalized together,
     as each by itself
     """
-    monkeypatch.setattr(muon, "MUON_BATCH", 2 * 16 * 12)
+    monkeypatch.setattr(matrix_optimizer, "MATRIX_BATCH", 2 * 16 * 12)
     start = torch.randn(3 * 20 + 16, 12, generator=torch.Generator().manual_seed(3))
     whole = torch.nn.Parameter(start.clone())
     optimizer = muon_of(whole, dtype=torch.float32)
@@ -172,6 +188,32 @@ def test_neurons_are_normalized_by_their_second_moments() -> None:
         update *= 0.2 * 24**0.5 / update.norm()
         weight = weight - 0.02 * (update + 0.5 * weight * (update * weight >= 0))
     torch.testing.assert_close(found, weight)
+
+
+@pytest.mark.parametrize("rows", [6, 12, 20])
+def test_soap_is_adam_in_the_eigenbasis_of_the_smaller_side(rows: int) -> None:
+    """Of two fused matrices, over two new eigenbases; the first step changes states alone.
+
+    Claim (precision): SOAP's update of a matrix is that of its paper and its authors' code with the
+    eigenbasis of the smaller side, in every step and for each of fused matrices
+    """
+    start = torch.randn(rows + 6, 12, generator=torch.Generator().manual_seed(3))
+    optimizer = soap_of(torch.nn.Parameter(start.clone()), rows, 6)
+    assert torch.equal(stepped(optimizer, 1), start)
+    found = stepped(soap_of(torch.nn.Parameter(start.clone()), rows, 6), 6)
+    generator = torch.Generator().manual_seed(5)
+    gradients = [torch.randn(start.shape, generator=generator).double() for _ in range(6)]
+    adam = {"adam_beta2": 0.95, "adam_eps": 1e-3}
+    options = OptimizerConfig(
+        lr=0.02, optimizer="soap", soap_shampoo_beta=0.8, soap_precondition_frequency=2, **adam
+    )
+    for part in (slice(0, rows), slice(rows, rows + 6)):
+        twin, expected = Soap([{"params": [torch.zeros(1)]}], [], options), start[part].double()
+        for gradient in gradients:
+            update = twin._step_of(gradient[part], (0, 0))
+            if update is not None:
+                expected = expected * (1 - 0.02 * 0.1) - 0.02 * update
+        torch.testing.assert_close(found[part].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_unit_rms_scale_follows_the_aspect_ratio() -> None:

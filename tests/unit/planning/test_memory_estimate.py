@@ -287,17 +287,20 @@ def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
     full, small = (states(2, **each).device["moments"] for each in ({}, EIGHT_BIT))
     # One byte, and a scale in fp32 for 256 elements.
     assert small == pytest.approx(full * (1 + 4 / 256) / 4, rel=1e-3)
-    muon = states(2, has_matrix_updates=True)
+    muon = states(2, matrix_states=1)
     matrices = model_spec(config().model).elements(keep=is_matrix)
     assert full - muon.device["moments"] == pytest.approx(4 * matrices / 4, abs=4)
     assert muon.reduction > states(2).reduction
     half = {"moment_bytes": 3.0, "second_moment_bytes": 2}
     assert states(2, **half).device["moments"] == pytest.approx(full * 3 / 4, rel=1e-3)
-    less = states(2, **half, has_matrix_updates=True).device["moments"]
+    less = states(2, **half, matrix_states=1).device["moments"]
     assert full * 3 / 4 - less == pytest.approx(2 * matrices / 4, abs=4)
-    normuon = states(2, has_matrix_updates=True, has_neuron_moments=True)
+    normuon = states(2, matrix_states=2)
     assert normuon.device["moments"] == full
     assert normuon.reduction > muon.reduction
+    soap = states(2, matrix_states=4)
+    assert soap.device["moments"] - full == pytest.approx(2 * 4 * matrices / 4, abs=8)
+    assert soap.reduction > normuon.reduction
 
 
 def test_gradients_of_zero1_are_not_partitioned() -> None:

@@ -167,6 +167,10 @@ def test_banner_counts_the_parameters_that_muon_updates() -> None:
     assert "simple coefficients, second moments of neurons; AdamW" in text
     assert "cautious weight decay 0.1" in text
     assert "master weights float64, moments bfloat16 and float32" in text
+    soap = dataclasses.replace(SETTINGS, optimizer="SOAP", orthogonalized=96)
+    found = words(CONFIG.with_values({"optimizer": "soap"}), settings=soap)
+    assert "SOAP, on 96 matrices (" in found
+    assert "eigenbases every 10 steps, Shampoo beta 0.95; AdamW on" in found
     spec = run_spec(CONFIG)
     tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
     assert matrices.total() == 96
