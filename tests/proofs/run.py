@@ -31,6 +31,7 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
+from tests.museum import run as museum  # noqa: E402
 from tests.mutants import run as mutants  # noqa: E402 (the path is set now)
 from tests.proofs.marked import MARKERS, marked_tests  # noqa: E402
 from tests.reports import Case, run_pytest  # noqa: E402
@@ -183,6 +184,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
         ).run,
     ),
     "deepspeed": ("[versions of DeepSpeed](deepspeed_versions.md)", run_versions),
+    "museum": ("[errors of other packages](../museum/README.md), run with them", museum.run_all),
     "mutants": ("[mutants](testing.md#mutants) that the tests catch", run_mutants),
 }  # fmt: skip
 """What each section proves, and how it runs."""
