@@ -148,7 +148,7 @@ class RunData:
         for steps in self.steps(step, step):
             if steps.first <= step < steps.first + steps.count:
                 return steps
-        raise user_error("step-not-recorded", "step", step=step, run=self.folder)
+        raise user_error("step-without-start", "step", step=step, run=self.folder)
 
     def steps(self, first: int, last: int) -> Iterator[Steps]:
         """The steps of the run, at least those from `first` to `last` that are known."""

@@ -211,7 +211,7 @@ def test_what_is_not_known_is_an_error(
 ) -> None:
     monkeypatch.chdir(runs[0])
     for words, code in (
-        ("--step 500", "step-not-recorded"),
+        ("--step 500", "step-without-start"),
         ("--step 6 --rank 4", "rank-beyond-run"),
         ("--rank 1", "step-or-document"),
         ("--document a", "document-syntax"),
