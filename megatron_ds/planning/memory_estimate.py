@@ -371,12 +371,14 @@ class _Sizes:
         model, run = self.model, self.run
         recompute, blocks = in_effect(self.config.recompute), self.spec.blocks
         ends = sum(layer.saved(run) for layer in (*self.spec.before, *self.spec.after))
-        parts = {part for block in blocks for part in block.parts.values()}
+        forms = {id(block.parts): block for block in blocks}
+        parts = {part for block in forms.values() for part in block.parts.values()}
         ends += sum(part.table(run) for part in parts)
         if recompute.tiled_mlp:
             inner = FeedForwardSpec(model).inner(run)
             ends += inner // num_tiles(self.tokens, model.hidden_size)
-        saved = [block.saved(run) for block in blocks]
+        of_forms = {form: block.saved(run) for form, block in forms.items()}
+        saved = [of_forms[id(block.parts)] for block in blocks]
         if recompute.recompute_granularity != "full":
             return ends + self._largest_rank(saved)
         size = recompute.checkpoint_num_layers

@@ -44,7 +44,8 @@ class Layer:
     name: str
     """Canonical name, e.g. "layers.3"."""
     parts: dict[str, Part]
-    """Parts by their names below the layer; the layer itself has an empty name."""
+    """Parts by their names below the layer; the layer itself has an empty name. Equal transformer
+    layers have the same object."""
     tied: tuple[Weight, ...] = ()
     """Weights of an earlier layer; a stage that lacks that layer has copies."""
     is_parallel: bool = False
@@ -207,6 +208,7 @@ def model_spec(
     rows, norm = model.padded_vocab(tp_size), NormSpec(model)
     embedding = Layer("embedding", {"": EmbeddingSpec(model, rows)})
     dense, sparse, form = FeedForwardSpec(model), ExpertsSpec(model, moe), residual_form(model)
+    shared: dict[tuple[Part, Part], dict[str, Part]] = {}
 
     def block(layer: int) -> Layer:
         attention = MLASpec if model.multi_latent_attention else AttentionSpec
@@ -216,6 +218,7 @@ def model_spec(
         for key, part in (("attention", mixer), ("mlp", mlp)):
             parts |= {f"{key}_norm": norm, key: part, f"{key}_post_norm": norm}
         parts = {key: part for key, part in parts.items() if form.norms.get(key, True)}
+        parts = shared.setdefault((mixer, mlp), parts)
         return Layer(f"layers.{layer}", parts, is_parallel=form.parallel)
 
     depths = range(model.mtp_num_layers)
