@@ -91,6 +91,7 @@ class Samples:
         tokens = np.random.default_rng(11).integers(0, vocab, distinct, dtype=np.int64)
         self._tokens = np.resize(tokens, (count, distinct[1]))
         self.seq_length, self.vocab_size, self.cache = shape["seq_length"], vocab, None
+        self.marks_ends = False
 
     def with_document_ends(self, fraction: float) -> Samples:
         """The same samples with EOD instead of a fraction of their tokens."""
