@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist.nonfinite_harness import RATES, WORLD, Training
-from tests.dist.parity_cases import Case, config_of, reference_of
+from tests.dist.parity_cases import OPTIMIZERS, Case, config_of, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs
 
 FP16 = {"fp16": True, "allow_fp16_on_cpu": True}
@@ -22,7 +22,7 @@ reached, 2^12, gradients of up to 16 are representable."""
 FIRST_SCALE, WINDOW = 2.0**10, 2
 LAYOUTS = [(1, 2), (2, 1), (3, 2)]
 """ZeRO stage and tensor-parallel size; `test_layouts.py` has all pairs."""
-OPTIMIZERS = {1: "adamw", 2: "muon", 3: "muon"}
+OPTIMIZER_OF = {1: "adamw", 2: "muon", 3: "soap"}
 """Of the stages, in the runs with overflows."""
 
 
@@ -39,7 +39,7 @@ def train_with_overflows(stage: int, tp: int, meshes: dict[int, Mesh]) -> dict[s
     """A run with a dynamic scale and corrupted gradients on one rank."""
     scale = {"initial_loss_scale": FIRST_SCALE, "loss_scale_window": WINDOW}
     precision = {**FP16, **scale, "hysteresis": hysteresis_of(stage)}
-    case = case_of(stage, tp, OPTIMIZERS[stage])
+    case = case_of(stage, tp, OPTIMIZER_OF[stage])
     config = config_of(case, precision=precision, schedule=RATES)
     run = Training(config, meshes[tp], STEPS)
     results, changed, applied = [], [], []
@@ -117,14 +117,16 @@ def test_loss_scale_follows_flags_on_all_ranks(
 def test_skipped_step_changes_neither_weights_nor_moments_nor_learning_rate(
     layout: tuple[int, int], outcomes: JobResults
 ) -> None:
-    """Muon's momentum neither: a non-finite one would stay so in all later steps."""
+    """Nor Muon's momentum and SOAP's averages: what is not finite would stay so in all later
+    steps."""
+    peak = OPTIMIZERS[OPTIMIZER_OF[layout[0]]].lr
     for seen in outcomes.of(f"dynamic {layout}"):
         assert seen["has moments"]
         assert seen["changed"] == []
         steps = zip(seen["skipped"], seen["norms"], seen["applied"], seen["rates"], strict=True)
         applied = 0
         for skipped, norm, counted, rate in steps:
-            assert rate == pytest.approx(1e-3 + (0.01 - 1e-3) * applied / 50, rel=1e-12)
+            assert rate == pytest.approx(1e-3 + (peak - 1e-3) * applied / 50, rel=1e-12)
             assert math.isfinite(norm) != skipped
             applied += not skipped
             assert counted == applied

@@ -317,7 +317,7 @@ def first_samples(batches: Iterator[Any], count: int) -> list[int]:
 class Numbers:
     """A dataset whose samples contain their position, plus `first`."""
 
-    seq_length, vocab_size, cache = 8, 10_000, None
+    seq_length, vocab_size, cache, marks_ends = 8, 10_000, None, False
 
     def __init__(self, first: int) -> None:
         self._first = first
