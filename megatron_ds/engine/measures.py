@@ -15,7 +15,7 @@ from deepspeed.utils.timer import SynchronizedWallClockTimer
 from megatron_ds.config import ProfilingConfig
 from megatron_ds.engine.norms import ParameterSums, StepNorms
 from megatron_ds.engine.parts import EngineParts
-from megatron_ds.engine.recording.step_recorder import StepRecorder
+from megatron_ds.engine.recording.step_recorder import recording
 from megatron_ds.engine.regions import (
     BACKWARD,
     FORWARD,
@@ -42,7 +42,7 @@ class StepMeasures:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._norms = StepNorms(parts)
-        self._recorder = StepRecorder(parts)
+        self._record_every = parts.config.logging.record_every
         self.timers = StepTimers(
             parts.config.profiling,
             interval=parts.config.logging.log_interval,
@@ -53,10 +53,10 @@ class StepMeasures:
         """Take a step, and add to its result what was measured. Collective."""
         parts, log = self._parts, self._parts.model.router_log
         timing = self.timers.measuring(parts.engine, parts.mesh, iteration)
-        is_recorded = self._recorder.is_due(iteration)
+        is_recorded = self._record_every is not None and iteration % self._record_every == 0
         counting = self._norms.counting(iteration, is_recorded=is_recorded)
-        recording = self._recorder.recording() if is_recorded else nullcontext()
-        with timing, recording as passes, counting as sums:
+        passes = recording(parts) if is_recorded else nullcontext()
+        with timing, passes as recorder, counting as sums:
             result, stages = step(), parts.mesh.pp
             means = log.take() if stages.size == 1 else log.take_of_stages(stages, parts.device)
         extras = {**router_metrics(means), **result.extras}
@@ -65,7 +65,7 @@ class StepMeasures:
             self._norms.complete(sums, result.grad_norm)
             extras |= self._norms.metrics(sums)
             norms = self._norms.by_parameter(sums) if is_recorded else {}
-        record = None if passes is None else self._recorder.record(passes, result) | norms
+        record = None if recorder is None else recorder.record(result) | norms
         return dataclasses.replace(result, extras=extras, record=record)
 
     @contextmanager

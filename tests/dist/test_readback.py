@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
@@ -47,6 +48,8 @@ from tests.unit.engine.test_adam_kernels import FusedAdam
 TABLES = tables(__file__)
 
 BASE, APEX, QUANTIZED = "zero1 bf16", "zero1 apex", "zero3 quantized weights"
+RECORD_EVERY = 50
+"""More steps than are taken."""
 DEEPSPEED_UNITS = {
     "recompute_granularity": "full",
     "checkpoint_num_layers": 2,
@@ -196,6 +199,22 @@ def stand_in_for_apex() -> Iterator[None]:
             del sys.modules[name]
 
 
+def operators_of(action: Callable[[], object]) -> Counter[str]:
+    """The operators, collectives among them, that an action runs in this thread."""
+    counts: Counter[str] = Counter()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            counts[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Operators():
+        action()
+    return counts
+
+
 class Quantizer:
     """Stands in for DeepSpeed's quantization kernels, which need an accelerator."""
 
@@ -240,6 +259,8 @@ class RankResult:
     muon_is_compiled: bool = True
     losses: dict[str, list[float]] = field(default_factory=dict)
     reads: dict[str, Counter[str]] = field(default_factory=dict)
+    operators: list[Counter[str]] = field(default_factory=list)
+    """Of a step between two records, of one without records, and of a recorded step."""
 
 
 def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
@@ -251,7 +272,7 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
     for layout, config in configs.items():
         mesh = meshes[config.parallel.tensor_model_parallel_size]
         with stand_in_for_apex():
-            engine = build(config, mesh)
+            engine = build(config.with_values({"record_every": RECORD_EVERY}), mesh)
         result.settings[layout] = engine.settings
         inner, check = engine._engine, functools.partial(readback.check, engine._parts)
         for setting, (where, change) in FALSIFIED.items():
@@ -259,13 +280,18 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
                 with change(inner):
                     result.falsified[setting] = mismatch(check)
                 assert not mismatch(check)
-        batches = batches_of(config, mesh, Samples(64, SHAPE))
+        batches = batches_of(config, mesh, Samples(128, SHAPE))
         plan = schedules.plan(config, TrainState(), mesh.dp.size)
         first = engine.train_step(batches, plan)
         assert not first.skipped
         state = TrainState().advance(plan, first)
         result.losses[layout] = [float(first.loss), float(engine.params_norm())]
         result.reads[layout] = reads_of_steps(config, mesh, engine, batches, state)
+        if layout == BASE:
+            for interval in (RECORD_EVERY, None, 1):
+                engine._measures._record_every = interval
+                step = functools.partial(engine.train_step, batches, plan)
+                result.operators.append(operators_of(step))
         result.inputs[layout] = memory_inputs(config, mesh.dp.size, "cpu")
         result.state_bytes[layout] = engine.state_bytes()
     for setting, (layout, changes) in OVERRIDDEN.items():
@@ -356,3 +382,13 @@ def test_steps_between_logs_do_not_wait_for_the_device(results: list[RankResult]
             others = places - DECISIONS
             assert all(place.startswith("deepspeed/") for place in others), layout
             assert {place.split()[-1] for place in others} <= WAITS_OF_DEEPSPEED, layout
+
+
+def test_steps_between_records_do_what_steps_without_records_do(results: list[RankResult]) -> None:
+    """Claim (logging): between two records of `--record-every` a step runs the operators and
+    collectives of a step without records, and waits for the device no more often"""
+    for rank in results:
+        between, without, recorded = rank.operators
+        assert between == without
+        assert sum(recorded.values()) > sum(without.values())
+        assert any("allreduce" in name for name in between)

@@ -39,7 +39,9 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = option_field(False)
     log_max_attention_logit: bool = option_field(False)
     log_layer_norms_interval: int | None = option_field(None, minimum=1)
-    record_every: int | None = option_field(None, minimum=1)
+    record_every: int | None = option_field(
+        None, minimum=1, only_with=when(save=ANY_VALUE, metrics_jsonl=ANY_VALUE)
+    )
     metrics_jsonl: str | None = option_field(None, metavar="FILE")
     metrics_csv: str | None = option_field(None, metavar="FILE")
     wandb_project: str | None = option_field(None, metavar="NAME")

@@ -6,7 +6,6 @@ docs/running/logging.md. A resumed run appends, so every start is in the file. I
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import deque
@@ -76,9 +75,7 @@ class EventLog:
         """
         done = self._iteration if iteration is None else iteration
         head = {"event": event, "iteration": done, "time": round(self._clock(), 3)}
-        # Settings may be infinite, which JSON lacks.
-        known = json.loads(json.dumps(values), parse_constant=lambda constant: None)
-        line = to_line(head | known)
+        line = to_line(head | values)
         if self._path is None:
             self._early.append(line)
         else:

@@ -7,7 +7,6 @@ crashed before. docs/running/logging.md documents the keys. Imports no torch.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,11 +20,8 @@ from megatron_ds.training.records import EvalRecord, Logger, StepRecord, TaskRec
 
 def to_line(values: Mapping[str, Any]) -> str:
     """A JSON line; nan and inf, which JSON lacks, become null."""
-    known = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
-    return json.dumps(known, allow_nan=False) + "\n"
+    known = json.loads(json.dumps(values), parse_constant=lambda constant: None)
+    return json.dumps(known) + "\n"
 
 
 class JsonLines(Logger):

@@ -6,7 +6,6 @@ keys. A resumed run removes the records after its checkpoint. Imports no torch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class StepRecordLog(Callback):
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         if self._lines is not None and result.record is not None:
-            self._lines.write({"iteration": state.iteration, **finite(result.record)})
+            self._lines.write({"iteration": state.iteration, **result.record})
 
     def on_end(self, state: TrainState) -> None:
         if self._lines is not None:
@@ -49,8 +48,3 @@ def record_path(config: Config, save: Path | None) -> Path | None:
     """The file in the folder of metrics.jsonl; None without one."""
     path = jsonl_path(config, save)
     return None if path is None else path.with_name(FILE_NAME)
-
-
-def finite(values: Any) -> Any:
-    """Plain values in which nan and inf, which JSON lacks, are None."""
-    return json.loads(json.dumps(values), parse_constant=lambda constant: None)
