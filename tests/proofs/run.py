@@ -161,6 +161,10 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
         Tests(("tests/unit", "tests/fuzz"), environment={"FUZZ_EXAMPLES": "200"}).run,
     ),
     "layouts": ("layouts, all pairs and random ones", Tests(LAYOUTS).run),
+    "types": (
+        "[types of tensors](testing.md#types-of-tensors) on 8, 1,024 and 4,096 ranks",
+        Tests(("tests/typed",), workers=False).run,
+    ),
     "resharding": ("checkpoints of every layout in every other one", Tests(RESHARDING).run),
     "dist": (
         "all other tests of several ranks",

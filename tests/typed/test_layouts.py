@@ -1,0 +1,26 @@
+"""The types of all tensors of a forward and a backward pass, at sizes that no test can run.
+
+A process is one rank of torch's fake process group: it computes with small tensors, and what it
+would receive is filled in. Types do not depend on values, so every size costs the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("spmd_types", reason="needs spmd_types")
+
+from tests.dist.layouts import covering, name_of
+from tests.typed import cases
+
+RUNS = {name_of(run): run for run in covering()}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("world", "size"), cases.WORLDS)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_layout_has_the_declared_types(name: str, world: int, size: int) -> None:
+    """Claim (parallel): In every layout of the covering array, on 8, 1,024 and 4,096 ranks, all
+    tensors of a forward and a backward pass lie on the ranks as declared, and every parameter's
+    gradient is complete but for what the engine sums."""
+    cases.check(RUNS[name], world, size)
