@@ -85,8 +85,6 @@ class Samples:
         different: Number of distinct samples, which are repeated. If None, all are distinct.
     """
 
-    marks_ends = False
-
     def __init__(self, count: int, shape: dict[str, Any], different: int | None = None) -> None:
         distinct = (different or count, shape["seq_length"] + 1)
         vocab = shape["vocab_size"]
