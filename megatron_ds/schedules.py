@@ -27,6 +27,9 @@ from megatron_ds.config.problems import option
 from megatron_ds.train_state import SpikeLimits, StepPlan, TrainState
 
 INITIAL_STATE = TrainState()
+LARGE, RECORDED, FEWEST = 10.0, 100, 10
+"""A loss or norm is a spike above so many times the largest one of the last recorded steps, once
+the fewest are known. Megatron-LM compares with its first hundred values."""
 
 
 def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
@@ -51,18 +54,28 @@ def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
 
 
 def spike_limits(config: Config, state: TrainState) -> SpikeLimits | None:
-    """The limits of --skip-loss-spikes for the step after `state`.
+    """The limits of the step after `state`.
 
-    The mean of the last steps plus SIGMA standard deviations, as in OLMo's skip-step optimizers.
-    Spikes count as well, so that a lasting change of the loss is accepted after a few steps.
-    Infinite until half a window is known.
+    Those of --skip-loss-spikes are the mean of the last steps plus SIGMA standard deviations, as in
+    OLMo's skip-step optimizers. Spikes count as well, so that a lasting change of the loss is
+    accepted after a few steps. Infinite until half a window is known. Those of
+    --check-for-spiky-loss and --check-for-large-grads, a multiple of the largest value, hold until
+    the step is repeated.
     """
     sigma, window = config.optimizer.skip_loss_spikes, config.optimizer.skip_loss_spikes_window
-    if sigma is None:
+    checked, recent = config.rerun.checked_values, (state.recent_losses, state.recent_norms)
+    if sigma is None and not any(checked):
         return None
-    histories = state.recent_losses[-window:], state.recent_norms[-window:]
-    loss, norm = (_spike_limit(values, sigma, window) for values in histories)
-    return SpikeLimits(loss, norm, window)
+    loss, norm = (
+        math.inf if sigma is None else _spike_limit(values[-window:], sigma, window)
+        for values in recent
+    )
+    most, most_norm = (
+        LARGE * max(values[-RECORDED:]) if is_on and len(values) >= FEWEST else math.inf
+        for is_on, values in zip(checked, recent, strict=True)
+    )
+    kept = max(window if sigma is not None else 0, RECORDED if any(checked) else 0)
+    return SpikeLimits(min(loss, most), min(norm, most_norm), kept, (loss, norm))
 
 
 def _spike_limit(values: Sequence[float], sigma: float, window: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsFloat
@@ -26,6 +27,8 @@ class SpikeLimits(NamedTuple):
     grad_norm: float
     window: int
     """Steps from whose losses and norms the next limits are computed."""
+    accepted: tuple[float, float] = (math.inf, math.inf)
+    """The limits of a loss and a norm that a repeated step had as well."""
 
 
 @dataclass(frozen=True)

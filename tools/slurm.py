@@ -49,7 +49,7 @@ TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "PREEMPTED")
 ENDS = (
     *(ExitCode.FINISHED, ExitCode.ERROR, ExitCode.BAD_SETTINGS, ExitCode.SKIPPED_STEPS),
-    *(ExitCode.SAVE_FAILED, ExitCode.INTERRUPTED),
+    *(ExitCode.SAVE_FAILED, ExitCode.FAULTY_RANK, ExitCode.INTERRUPTED),
 )
 """Statuses after which another attempt would end equally, or that a user has asked for."""
 FUTILE = 3

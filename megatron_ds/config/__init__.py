@@ -29,6 +29,7 @@ from megatron_ds.config.model.moe import MoEConfig
 from megatron_ds.config.monitoring.evaluation import EvaluationConfig
 from megatron_ds.config.monitoring.logging import LoggingConfig
 from megatron_ds.config.monitoring.profiling import ProfilingConfig
+from megatron_ds.config.monitoring.rerun import RerunConfig
 from megatron_ds.config.monitoring.stopping import StoppingConfig
 from megatron_ds.config.options.checkpoint import CheckpointConfig
 from megatron_ds.config.options.data import DataConfig
@@ -59,6 +60,7 @@ __all__ = [
     "PrecisionConfig",
     "ProfilingConfig",
     "RecomputeConfig",
+    "RerunConfig",
     "RuntimeConfig",
     "ScheduleConfig",
     "StoppingConfig",
@@ -86,6 +88,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     stopping: StoppingConfig = field(default_factory=StoppingConfig)
+    rerun: RerunConfig = field(default_factory=RerunConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

@@ -37,6 +37,12 @@ ParameterSums = dict[str, dict[str, list[float]]]
 """Norm and sum of elements, by what they are of and by the parameter's canonical name."""
 
 
+def norm_of(gradient: Tensor) -> Tensor:
+    """The L2 norm of a gradient, finite if all its elements are and it is below 1e19."""
+    dtype = torch.float64 if is_host(gradient.device.type) else torch.float32
+    return torch.linalg.vector_norm(gradient.detach(), dtype=dtype)  # type: ignore[no-any-return]
+
+
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements, a float64 scalar.
 
@@ -100,6 +106,12 @@ class ModelNorms:
         if self._stage == 3:
             dist.all_reduce(squares, group=self._mesh.dp_sp.handle)
         return float(squares.sqrt())
+
+    def first_nonfinite(self) -> str | None:
+        """The first parameter of this rank that is not finite."""
+        return next(
+            (n for n, p in self.parameters if not norm_of(self._own_partition(p)).isfinite()), None
+        )
 
     def _own_partition(self, parameter: nn.Parameter) -> Tensor:
         """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""

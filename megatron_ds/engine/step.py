@@ -7,6 +7,7 @@ whether it is applied, for which it computes the gradient norm where DeepSpeed c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.train_state import StepPlan, StepResult
 
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""What DeepSpeed's engine counts in a step, skipped or not."""
 WeightedBatch = tuple[DeviceBatch, Tensor | None]
 """A micro-batch, and factors for `TokenLoss.weighted`; None for means over its tokens."""
 
@@ -47,14 +50,17 @@ class StepControl:
         self._norm: Tensor | None = None
         self._qk_clip, self._logits = QKClip(parts), dict[str, Tensor]()
         self._skipped, self._was_exhausted = 0, False
+        self._before, self._scale_before = dict[str, int](), dict[str, Any]()
+        self._before_update: Callable[[], object] = int
         if parts.stage == 0:
             parameters = [parameter for _, parameter in self.norms.parameters]
             replicas = parts.mesh.dp_sp.size
             spare_work_of_stage_0(self._engine, self._clip_gradients, parameters, replicas)
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan, before_update: Callable[[], object]) -> None:
         """Begin a step: set its batch size, its rates, and the scale of auxiliary losses."""
         parts, engine, scale = self.parts, self._engine, self.loss_scale
+        self._before_update = before_update
         self._norm, self.guard = None, SpikeGuard(plan.limits, parts.device)
         self.gradients.begin_step(plan.num_micro_batches)
         micro_batch_size = plan.global_batch_size // (plan.num_micro_batches * parts.mesh.dp.size)
@@ -64,10 +70,19 @@ class StepControl:
         rates = plan.lr, plan.weight_decay, plan.decoupled_lr
         set_lr_and_weight_decay(engine.optimizer.param_groups, parts.multipliers, *rates)
         self._skipped = engine.skipped_steps
+        self._before = {name: getattr(engine, name) for name in COUNTERS}
+        self._scale_before = {} if scale is None else scale.state
         self._was_exhausted = scale is not None and scale.is_exhausted
         # DeepSpeed's factor for a micro-batch's loss before the backward pass.
         factor = (1.0 if scale is None else scale.value) / plan.num_micro_batches
         parts.model.router_log.gradient_scale = factor
+
+    def undo(self) -> None:
+        """Set what a skipped step has changed, counters and the loss scale, back."""
+        for name, value in self._before.items():
+            setattr(self._engine, name, value)
+        if self.loss_scale is not None:
+            self.loss_scale.state = self._scale_before
 
     def micro_batches(
         self, batches: Iterator[DeviceBatch], plan: StepPlan
@@ -103,6 +118,7 @@ class StepControl:
 
     def apply(self, step: Callable[[], None]) -> None:
         """Step the optimizer, unless the gradient is not finite or the step exceeds its limits."""
+        self._before_update()
         self._logits = self._qk_clip.begin_step()
         if self.parts.stage == 0 and self._is_dropped():
             return

@@ -6,7 +6,8 @@ Knows nothing of schedules, logs and checkpoint names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -31,12 +32,14 @@ from megatron_ds.engine.deepspeed.patches import experts_saved_by_caller, litera
 from megatron_ds.engine.deepspeed.tensor_files import LARGEST
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.measures import StepMeasures
+from megatron_ds.engine.norms import norm_of
 from megatron_ds.engine.optimizers.param_groups import keep_settings_on_load, reused_states
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.pipeline import PipelinePasses
 from megatron_ds.engine.readback import StateBytes, check, state_bytes
 from megatron_ds.engine.regions import Open
 from megatron_ds.engine.states.host_staging import HostStaging
+from megatron_ds.engine.states.replicas import find_different_weights
 from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.engine.step import ModelPasses, StepControl
@@ -111,22 +114,45 @@ class ZeroEngine:
         return state_bytes(self._engine)
 
     @contextmanager
-    def watch_gradients(self) -> Iterator[dict[str, Tensor]]:
-        """Record which parameters' own gradients are finite, before they are averaged.
+    def watch_gradients(self, *, is_wrong: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+        """Record the norms of the parameters' own gradients, before they are averaged.
 
-        Local. Yields a mapping that backward passes inside the context fill, in their order:
-        canonical name -> unsynchronized boolean tensor.
+        Local. Yields a list that backward passes inside the context fill, in their order, with
+        canonical names and unsynchronized tensors.
+
+        Args:
+            is_wrong: Replace the first gradient by one that is not finite.
         """
-        finite: dict[str, Tensor] = {}
+        norms: list[tuple[str, Tensor]] = []
 
-        def record(name: str, gradient: Tensor) -> None:
-            is_finite = gradient.isfinite().all()
-            finite[name] = finite.get(name, is_finite) & is_finite
+        def record(name: str, gradient: Tensor) -> Tensor | None:
+            wrong = gradient * math.nan if is_wrong and not norms else None
+            norms.append((name, norm_of(gradient if wrong is None else wrong)))
+            return wrong
 
         with ExitStack() as hooks:
             for name, parameter in self._steps.norms.parameters:
                 hooks.callback(parameter.register_hook(partial(record, name)).remove)
-            yield finite
+            yield norms
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """The losses of this rank's micro-batches in the last step, unsynchronized; with pipeline
+        stages their mean, on ranks that compute it. Local."""
+        return self._steps.guard.losses
+
+    def undo_skipped_step(self) -> None:
+        """Set the counters and the loss scale back to those before the last step. Local."""
+        self._steps.undo()
+
+    def find_different_weights(self) -> tuple[str, Mapping[int, str]] | None:
+        """Find a parameter that differs between data-parallel ranks, by name, with the hosts of its
+        wrong ranks. Not at stage 3."""
+        return find_different_weights(self._steps.norms.parameters, self._mesh)
+
+    def first_nonfinite_weight(self) -> str | None:
+        """The first parameter of this rank that is not finite; None if there is none. Local."""
+        return self._steps.norms.first_nonfinite()
 
     def step_times(self) -> dict[str, float]:
         """Milliseconds of parts of the steps since the last call, by name. Local; waits for the
@@ -154,8 +180,18 @@ class ZeroEngine:
         """Continue with the sequence length and the rotary positions of a stage. Local."""
         self.model.enter_stage(config)
 
-    def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
+    def train_step(
+        self,
+        batches: Iterator[DeviceBatch],
+        plan: StepPlan,
+        before_update: Callable[[], object] = int,
+    ) -> StepResult:
         """Take one optimizer step over `plan.num_micro_batches` batches.
+
+        Args:
+            batches: Micro-batches of this rank.
+            plan: Plan of the step.
+            before_update: Called on every rank between the passes and the step of the optimizer.
 
         Returns:
             The result of the step. Its loss, which is this data-parallel rank's, and its norm are
@@ -163,7 +199,7 @@ class ZeroEngine:
         """
 
         def take() -> StepResult:
-            self._steps.begin(plan)
+            self._steps.begin(plan, before_update)
             result = self._steps.result(plan, self._passes.train(batches, plan))
             update_biases(self._biased_routers, self._mesh.dp, is_applied=not result.skipped)
             return result

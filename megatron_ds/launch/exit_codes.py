@@ -39,6 +39,9 @@ class ExitCode(IntEnum):
     """The hosts of a run have different settings, software, files, folders, devices or clocks, or
     some of them cannot start; nothing was trained."""
 
+    FAULTY_RANK = 8
+    """A rank computes wrongly, or its weights differ from its replicas'."""
+
     INTERRUPTED = 130
     """Stopped by SIGINT, with the state saved once training had started."""
 

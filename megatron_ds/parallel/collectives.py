@@ -72,11 +72,11 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return torch.stack(gathered)
 
 
-def gather_objects(value: T, group: Group) -> list[T]:
-    """The picklable values of all ranks, in their order."""
-    values = [value] * group.size
-    if group.size > 1:
-        dist.all_gather_object(values, value, group=group.handle)
+def gather_objects(value: T, group: Group | None = None) -> list[T]:
+    """The picklable values of all ranks of a group, or of the run, in their order."""
+    values = [value] * (dist.get_world_size() if group is None else group.size)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=None if group is None else group.handle)
     return values
 
 

@@ -34,6 +34,7 @@ from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.model.layers import CustomParts
 from megatron_ds.model.spec.architecture import run_spec
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.run_stages import RunStages
@@ -264,8 +265,7 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
 
 def times_of_ranks(engine: ZeroEngine) -> dict[str, list[float]]:
     """The times of the engines of all ranks, by name, in the order of the ranks. Collective."""
-    times: list[dict[str, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(times, engine.step_times())
+    times = gather_objects(engine.step_times())
     names = dict.fromkeys(name for of_rank in times for name in of_rank)
     return {name: [rank[name] for rank in times if name in rank] for name in names}
 

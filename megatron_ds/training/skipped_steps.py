@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 
 
@@ -32,12 +31,12 @@ class SkippedSteps:
     def __init__(self, config: PrecisionConfig, engine: ZeroEngine) -> None:
         self._config, self._engine = config, engine
         self._count = self._steps = 0
-        self._finite: dict[str, torch.Tensor] = {}
+        self._norms: list[tuple[str, torch.Tensor]] = []
 
     @property
     def has_record(self) -> bool:
         """Whether the gradients of the last step were recorded."""
-        return bool(self._finite)
+        return bool(self._norms)
 
     @property
     def last_was_skipped(self) -> bool:
@@ -60,12 +59,12 @@ class SkippedSteps:
         Args:
             always: Record in any case.
         """
-        self._finite = {}
+        self._norms = []
         limit = self._config.max_consecutive_skipped_steps
         if not always and (limit == 0 or self._count < limit - 1):
             yield
             return
-        with self._engine.watch_gradients() as self._finite:
+        with self._engine.watch_gradients() as self._norms:
             yield
 
     def limit_reached(self, result: StepResult) -> bool:
@@ -76,7 +75,7 @@ class SkippedSteps:
         return limit > 0 and (self._count >= limit or result.loss_scale_exhausted)
 
     def make_error(
-        self, plan: StepPlan, result: StepResult, state: TrainState, checkpoint: Path | None
+        self, plan: StepPlan, result: StepResult, state: TrainState, resume: str
     ) -> RunAborted:
         """The error that ends the run. Collective.
 
@@ -84,12 +83,10 @@ class SkippedSteps:
             plan: Plan of the last step.
             result: Result of the last step.
             state: State after it.
-            checkpoint: Checkpoint to resume from, if there is one.
+            resume: From where to resume.
         """
-        first_parameter = next((name for name, finite in self._finite.items() if not finite), None)
-        outcome = float(result.loss), first_parameter
-        ranks = [outcome] * dist.get_world_size()
-        dist.all_gather_object(ranks, outcome)
+        first_parameter = next((name for name, norm in self._norms if not norm.isfinite()), None)
+        ranks = gather_objects((float(result.loss), first_parameter))
         losses = [
             f"\n  The loss of rank {rank} is {loss}"
             for rank, (loss, _) in enumerate(ranks)
@@ -109,7 +106,7 @@ class SkippedSteps:
             first=plan.iteration - self._count + 1,
             samples=self._count * plan.global_batch_size,
             consumed=state.consumed_samples,
-            resume=f"Resume from {checkpoint}" if checkpoint else "No checkpoint to resume from",
+            resume=resume,
             advice="; ".join(self._advice()),
         )
         return RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)

@@ -37,6 +37,7 @@ from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.extensions import Callback
 from megatron_ds.training.metrics import Metrics
 from megatron_ds.training.profile.profiling import Profiling
+from megatron_ds.training.rerun import Rerun
 from megatron_ds.training.saving import Saver
 from megatron_ds.training.skipped_steps import SkippedSteps
 from megatron_ds.training.start.startup_report import FirstStepsReport, log_timestamp, report_stage
@@ -85,6 +86,11 @@ class Trainer:
         self.saver = Saver(self.config.checkpoint, self.checkpoints, self.engine)
         self.skips = SkippedSteps(self.config.precision, self.engine)
         self.stages = RunStages(self.config, self.mesh.dp.size)
+        self.rerun = Rerun(
+            *(self.config, self.mesh, self.engine, self.skips),
+            lambda consumed, shift: self._batches(self.data.train, consumed, 0, shift),
+            *(self._finish_saves, self.watch.patient),
+        )
         self.first_iteration = self.state.iteration + 1
         self._validation: tuple[int, dict[str, MeanLoss]] = -1, {}
         self._tasks_iteration = -1
@@ -184,13 +190,13 @@ class Trainer:
         if self.profiling is not None:
             self.profiling.before_step(plan.iteration)
         start = self.clock()
-        with self.skips.record_gradients():
-            result = self.engine.train_step(batches, plan)
+        result = self.rerun.step(batches, plan, before.consumed_samples)
         seconds = self.clock() - start
         if self.profiling is not None:
             self.profiling.after_step(plan.iteration)
         # The first step fills caches; later steps of other shapes may compile a graph.
-        warm_up = plan.iteration == self.first_iteration or _graph_count() > graphs
+        is_first = plan.iteration == self.first_iteration
+        warm_up = is_first or self.rerun.was_repeated or _graph_count() > graphs
         self.state = before.advance(plan, result)
         self.metrics.record(self.state, plan, result, seconds, warm_up)
         for callback in self.callbacks:
@@ -200,9 +206,8 @@ class Trainer:
         if self.skips.limit_reached(result):
             self.metrics.flush()
             if not self.skips.has_record:
-                self._repeat(plan, before)
-            self.saver.finish(final=False)
-            raise self.skips.make_error(plan, result, self.state, self.checkpoints.newest)
+                self.rerun.record_gradients(plan, before.consumed_samples)
+            raise self.skips.make_error(plan, result, self.state, self._finish_saves())
 
     def _skip(self, batches: DeviceBatches) -> None:
         """Skips an iteration of --skip-train-iteration-range: reads its samples."""
@@ -216,26 +221,18 @@ class Trainer:
         self.first_iteration += int(self.first_iteration == plan.iteration)
         self.state = self.state.advance(plan, StepResult(loss=0.0, grad_norm=None, skipped=True))
 
-    def _repeat(self, plan: StepPlan, before: TrainState) -> None:
-        """Repeats a skipped step to record its gradients for the error message."""
-        with (
-            closing(self._batches(self.data.train, before.consumed_samples)) as batches,
-            self.skips.record_gradients(always=True),
-        ):
-            self.engine.train_step(batches, plan)
-
     def _is_last(self, stop: StopDecision | None) -> bool:
         return stop is not None or self.state.iteration == self.total_iterations
 
     def _batches(
-        self, dataset: TokenDataset | None, consumed: int = 0, num_workers: int = 0
+        self, dataset: TokenDataset | None, consumed: int = 0, num_workers: int = 0, shift: int = 0
     ) -> DeviceBatches:
         assert dataset is not None
         batches = MicroBatchIterator(
             dataset,
             consumed=consumed,
             micro_batch_size=self.stages.at(self.state).schedule.micro_batch_size,
-            dp_rank=self.mesh.dp.rank,
+            dp_rank=(self.mesh.dp.rank + shift) % self.mesh.dp.size,
             dp_size=self.mesh.dp.size,
             num_workers=num_workers,
             eod=self.eod,
@@ -346,11 +343,15 @@ class Trainer:
     def _require_finite_weights(self) -> None:
         """Ends the run before it saves weights that it cannot continue with."""
         if not self.engine.has_finite_weights():
-            self.saver.finish(final=False)
-            newest = self.checkpoints.newest
-            resume = f"Resume from {newest}" if newest else "No checkpoint to resume from"
+            resume = self._finish_saves()
             problem = Problem("training-diverged", iteration=self.state.iteration, resume=resume)
             raise RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
+
+    def _finish_saves(self) -> str:
+        """Completes a save in the background; says from where to resume after an error."""
+        self.saver.finish(final=False)
+        newest = self.checkpoints.newest
+        return f"Resume from {newest}" if newest else "No checkpoint to resume from"
 
     def _blend_history(self) -> BlendHistory:
         assert self.data.progress is not None

@@ -253,13 +253,16 @@ def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh, samples: Samples) -
     return float(sums[0] / sums[1])
 
 
-def batches_of(config: Config, mesh: Mesh, samples: Samples, consumed: int = 0) -> DeviceBatches:
-    """The micro-batches of a rank, read by one rank of each tensor-parallel group."""
+def batches_of(
+    config: Config, mesh: Mesh, samples: Samples, consumed: int = 0, shift: int = 0
+) -> DeviceBatches:
+    """The micro-batches of a rank, or of that so many places further, read by one rank of each
+    tensor-parallel group."""
     batches = MicroBatchIterator(
         samples,
         consumed=consumed,
         micro_batch_size=config.schedule.micro_batch_size,
-        dp_rank=mesh.dp.rank,
+        dp_rank=(mesh.dp.rank + shift) % mesh.dp.size,
         dp_size=mesh.dp.size,
         eod=EOD if config.data.eod_mask_loss else None,
         reads=mesh.sp_tp.rank == 0,

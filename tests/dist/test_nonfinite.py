@@ -25,6 +25,8 @@ from tests.dist.engine_harness import Meshes, full_weights
 from tests.dist.nonfinite_harness import RATES, WORLD, Layout, Training
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, swapping
 from tests.dist.rank_jobs import JobResults, has_proofs, run_jobs
+from tests.dist.rerun_harness import Fault, take_steps
+from tests.tables import tables
 
 LAYOUTS = [
     *(Layout("fp32", 0, 1), Layout("bf16", 2, 2), Layout("bf16", 1, 1, pp=2)),
@@ -48,6 +50,7 @@ SPIKE_PROOFS = [
 ]
 ON_DISK = pytest.param("disk", marks=pytest.mark.libaio)
 SIGMA, WINDOW = 50.0, 4
+FAULTS, FAULT_PROOFS = tables(__file__)["faults"], tables(__file__)["proofs"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,9 @@ def outcomes(
     for layout in (*SPIKES, *(SPIKE_PROOFS if proofs else ())):
         value = 1e4 if layout.precision == "fp16" else 1e6
         jobs[f"spike {layout}"] = partial(train_with_skipped_step, layout, value, 3, guard)
+    for item in (*FAULTS, *(FAULT_PROOFS if proofs else ())):
+        fault = Fault(item["options"], item.get("weight"), tuple(item.get("ranks", range(WORLD))))
+        jobs[item["name"]] = partial(take_steps, Layout(**item["layout"]), fault)
     if WITHOUT_LIBAIO is None:
         disk = OnDisk(tmp_path_factory.mktemp("disk"))
         jobs["disk"] = swapping(partial(train_with_skipped_step, disk, math.nan, 1, {}))
@@ -190,3 +196,27 @@ def test_spike_on_one_rank_changes_nothing(layout: Layout | str, outcomes: JobRe
 def test_ranks_compare_the_mean_of_their_losses(outcomes: JobResults) -> None:
     for seen in outcomes.of("limits"):
         assert seen == [(False, (3.0, 2.0)), (True, (3.0, 2.0)), (True, (3.0, 2.0))]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [*FAULTS, *(pytest.param(item, marks=pytest.mark.proof) for item in FAULT_PROOFS)],
+    ids=lambda item: item["name"],
+)
+def test_the_cause_of_a_bad_step_is_found(fault: dict[str, Any], outcomes: JobResults) -> None:
+    """Claim (non-finite): with `--rerun-mode validate_results`, a step that is not finite or a
+    spike is repeated on the same and on exchanged ranks, at every ZeRO stage and with pipeline
+    stages, and the message names the rank that failed once, the device that always fails, or else
+    the data or the weights; `report_stats` and steps that are repeated well change nothing
+
+    Claim (non-finite): `--check-weight-hash-across-dp-replicas-interval` ends a run whose
+    data-parallel ranks have different weights, and names the iteration, the parameter and the ranks
+    """
+    for seen in outcomes.of(fault["name"]):
+        (message,) = seen["problems"] or [""]
+        assert [words for words in fault["message"] if words not in message] == []
+        assert bool(message) == bool(fault["message"])
+        assert seen["skipped"] == fault["skipped"]
+        if fault.get("equal"):
+            assert seen["differences"] == []
+            assert seen["counters"][0] == seen["counters"][1]

@@ -277,7 +277,28 @@ def test_limits_are_the_mean_and_deviations_of_the_last_steps() -> None:
     assert (state.recent_losses, state.recent_norms) == ((1.0, 2.0, 3.0, 4.0), (5.0,) * 4)
     found = schedules.spike_limits(config, state)
     deviation = statistics.stdev([1.0, 2.0, 3.0, 4.0])
-    assert found == (pytest.approx(2.5 + 3.0 * deviation), 5.0, 4)
+    loss = pytest.approx(2.5 + 3.0 * deviation)
+    assert found == (loss, 5.0, 4, (loss, 5.0))
+
+
+def test_checked_values_are_at_most_ten_times_the_largest_recorded_ones() -> None:
+    """Claim (non-finite): `--check-for-spiky-loss` and `--check-for-large-grads` find values above
+    ten times the largest one of the last 100 steps"""
+    both = {"train_iters": 200, "check_for_spiky_loss": True, "check_for_large_grads": True}
+    steps: list[tuple[float, float] | None] = [(9.0, 8.0), *[(2.0, 0.5)] * 98, (4.0, 1.0)]
+    few = after_steps(config_with(both), steps[:9])
+    assert schedules.spike_limits(config_with(both), few) == SpikeLimits(math.inf, math.inf, 100)
+    known, infinite = after_steps(config_with(both), steps), (math.inf, math.inf)
+    assert schedules.spike_limits(config_with(both), known) == (90.0, 80.0, 100, infinite)
+    later = after_steps(config_with(both), [*steps, (3.0, 0.1)])
+    assert schedules.spike_limits(config_with(both), later) == (40.0, 10.0, 100, infinite)
+    loss = config_with({**both, "check_for_large_grads": False, "skip_loss_spikes": 4.0})
+    limits = schedules.spike_limits(loss, later)
+    assert limits is not None
+    assert limits == (limits.accepted[0], limits.accepted[1], 128, limits.accepted)
+    assert limits.loss < 40.0
+    off = config_with({**both, "rerun_mode": "disabled"})
+    assert schedules.spike_limits(off, later) is None
 
 
 def test_history_of_losses_survives_a_checkpoint_exactly() -> None:

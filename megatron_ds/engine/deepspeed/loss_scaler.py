@@ -7,7 +7,7 @@ skipped steps end a run is decided in `training/skipped_steps`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,16 @@ class LossScale:
         return float(self._scaler.cur_scale)
 
     @property
+    def state(self) -> dict[str, Any]:
+        """What steps change, by name; nothing of a static scale."""
+        names = STATE if self._scaler.dynamic else ()
+        return {name: getattr(self._scaler, name) for name in names}
+
+    @state.setter
+    def state(self, values: Mapping[str, Any]) -> None:
+        vars(self._scaler).update(values)
+
+    @property
     def is_exhausted(self) -> bool:
         """Whether the scale is at its minimum and the next overflow would lower it."""
         scaler = self._scaler
@@ -53,8 +63,7 @@ class LossScale:
         yield
         loaded = self._scaler
         if scaler.dynamic and loaded.dynamic:
-            for name in STATE:
-                setattr(scaler, name, getattr(loaded, name))
+            vars(scaler).update({name: getattr(loaded, name) for name in STATE})
             scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
             scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
         self._optimizer.loss_scaler = scaler

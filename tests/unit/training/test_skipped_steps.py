@@ -78,11 +78,12 @@ def test_gradients_are_recorded_only_before_the_limit(
         assert not counted.limit_reached(result)
     with counted.record_gradients():
         (model(torch.ones(1, 2)) * torch.tensor([1.0, math.inf])).sum().backward()
-    assert list(counted._finite) == (["1.bias", "1.weight", "0.bias", "0.weight"] * watched)
-    assert not any(bool(finite) for finite in counted._finite.values())
+    recorded = [name for name, _ in counted._norms]
+    assert recorded == ["1.bias", "1.weight", "0.bias", "0.weight"] * watched
+    assert not any(norm.isfinite() for _, norm in counted._norms)
     assert counted.has_record == watched
     with counted.record_gradients(always=True):
         model(torch.ones(1, 2)).sum().backward()
     assert counted.has_record
-    assert all(bool(finite) for finite in counted._finite.values())
+    assert all(norm.isfinite() for _, norm in counted._norms)
     assert not any(parameter._backward_hooks for parameter in model.parameters())
