@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,12 +24,21 @@ from megatron_ds.checkpoint.lineage import PARENT
 from megatron_ds.checkpoint.location import Location, RunFolders
 from megatron_ds.cli.inspection import Inspection
 from megatron_ds.config import Config
+from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, counted, raise_if_any, user_error
+from megatron_ds.config.problems import (
+    Problem,
+    counted,
+    raise_if_any,
+    renaming_fields,
+    user_error,
+)
 from megatron_ds.config.stages import stage_names
 from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.gpt_dataset import Piece, TokenDataset
 from megatron_ds.data.validation import DataFiles
+from megatron_ds.launch.output import print_error
+from megatron_ds.loading import fork
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.reports.history import RunReader, run_problems
 from megatron_ds.run_stages import RunStages
@@ -60,9 +70,20 @@ class Options:
         None, "truncate the shown parts of documents to this length", minimum=1
     )
     json: bool = option_field(False, "print one JSON object")
+    exclude: str | None = option_field(
+        None,
+        "fork the run at the checkpoint of --step, without the documents of this file: "
+        "FILE:NUMBER or FILE:FIRST-LAST on each line",
+        metavar="FILE",
+    )
+    save: str | None = option_field(None, "new folder of the fork", metavar="FOLDER")
 
     def problems(self) -> Iterator[Problem]:
         yield from run_problems("run", (self.run,))
+        if (self.exclude is None) != (self.save is None) or (self.exclude and not self.step):
+            yield Problem("exclude-needs-step-and-folder", "exclude", "step", "save")
+        elif self.exclude is not None:
+            yield from file_problems("exclude", self.exclude)
         if (self.step is None) == (self.document is None):
             yield Problem("step-or-document", "step", "document")
         if self.document is not None and not re.fullmatch(r".+:\d+", self.document):
@@ -137,7 +158,8 @@ class RunData:
         reader.read()
         steps = reader.history["iteration"]
         self.folder, self.last = folder, int(steps[-1]) if len(steps) else 0
-        self.starts = _starts(folder)
+        self.starts, self._temporary = _starts(folder), tempfile.TemporaryDirectory()
+        self._excluded = Path(self._temporary.name, "excluded.txt")
 
     def of_step(self, step: int) -> Steps:
         """The steps with a step.
@@ -164,6 +186,9 @@ class RunData:
     def _of_start(self, start: dict[str, Any]) -> Iterator[Steps]:
         """The steps that a start of the run would have made without an end."""
         config = config_of(start["config"])
+        if (text := start.get("excluded")) is not None:  # the file may have changed
+            self._excluded.write_text(text, encoding="utf-8")
+            config = config.with_values({"exclude_documents": str(self._excluded)})
         if start["iteration"] and "state" not in start:  # of an older version
             raise user_error("start-without-state", "step", iteration=start["iteration"])
         is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds a token
@@ -271,12 +296,26 @@ class UsageInspection(Inspection):
 
     def run(self) -> int:
         """Prints it, and returns the exit status."""
-        if self._options.step is not None:
+        if self._options.exclude is not None:
+            self._fork(self._options.exclude)
+        elif self._options.step is not None:
             self._show_step(self._options.step)
         else:
             name, _, index = (self._options.document or "").rpartition(":")
             self._show_document(name, int(index))
         return self.finish()
+
+    def _fork(self, excluded: str) -> None:
+        options, path = self._options, os.path.abspath(excluded)
+        assert options.step is not None
+        assert options.save is not None
+        settings = Config().with_values({"exclude_documents": path})
+        names = frozenset({"run", "at", "save", "exclude_documents"})
+        with renaming_fields(at="step"):
+            request = fork.Options(options.run, options.step, options.save, settings, names)
+            command = fork.fork(request, lambda problem: print_error(problem.render()))
+        self.found |= {"fork": options.save, "command": command}
+        self.show(f"wrote {options.save}, a fork of {options.run}; start it by", f"    {command}")
 
     def _show_step(self, step: int) -> None:
         steps, rank = self._run.of_step(step), self._options.rank

@@ -96,6 +96,8 @@ def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
         return problems
     problems += _changed_part(checkpoint, config, "dataset")
     data = run.config.get("data", {}), settings["data"]
+    if (file := data[0].get("exclude_documents")) and not data[1]["exclude_documents"]:
+        problems.append(Problem("resume-exclusion-missing", path=path, file=file))
     # Without --split in both runs, the blend history compares the document ranges instead.
     both_split = all(any(values.get(name) for name in SPLIT_DATA_FIELDS) for values in data)
     problems += [

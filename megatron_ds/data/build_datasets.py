@@ -19,8 +19,8 @@ import numpy as np
 from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
 from megatron_ds.data.blend.blend_history import (
     BlendHistory,
-    LengthPeriod,
     SourceId,
+    SourceProgress,
     extend_requests,
     record_consumed,
     resume_history,
@@ -37,6 +37,7 @@ from megatron_ds.data.blend.blended_dataset import (
 )
 from megatron_ds.data.blend.megatron_blend import core_samples_per_source, normalized
 from megatron_ds.data.blend.usage_report import FileUsage, describe_change
+from megatron_ds.data.exclusion import excluded_sequences
 from megatron_ds.data.gpt_dataset import NumberedDataset, TokenDataset
 from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache
 from megatron_ds.data.lazy_indexes import (
@@ -46,7 +47,7 @@ from megatron_ds.data.lazy_indexes import (
     OpenedFile,
 )
 from megatron_ds.data.remote.token_cache import is_url
-from megatron_ds.data.sample_index import samples_of_epochs, samples_per_source
+from megatron_ds.data.sample_index import Ranges, samples_of_epochs, samples_per_source
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
 
@@ -204,11 +205,14 @@ class _DatasetBuilder:
             for file in files
         )
         version = order_version(rule)
-        history = resume_history(before, identities, weights, version, consumed, self.seq_length)
+        excluded = self._excluded(group, dict(zip(identities, files, strict=True)))
+        state = version, consumed, self.seq_length, excluded
+        history = resume_history(before, identities, weights, *state)
         phase = history.current
+        sources = [history.sources[index] for index in phase.sources]
         remaining = [
-            self._remaining(group.split, file, history.sources[index].earlier)
-            for index, file in zip(phase.sources, files, strict=True)
+            self._remaining(group.split, file, source)
+            for file, source in zip(files, sources, strict=True)
         ]
         length = max(1, samples - phase.first_sample)
         order: BlendOrder = SingleSourceOrder(length)
@@ -220,10 +224,11 @@ class _DatasetBuilder:
             ends = np.add(phase.source_starts, order.counts_at(length)).tolist()
             needed = self._without_margin(files, needed, ends, epochs)
         rests = [rest for rest, _ in remaining]
-        requests = self._requests(history, needed, files, rests)
+        kept = [file.without(source.excluded) for file, source in zip(files, sources, strict=True)]
+        requests = self._requests(history, needed, kept, rests)
         history = with_requests(history, requests)
         datasets: list[TokenDataset] = []
-        for file, request, (rest, first) in zip(files, requests, remaining, strict=True):
+        for file, request, (rest, first) in zip(kept, requests, remaining, strict=True):
             # The samples that are left from earlier lengths, then the consecutive indexes.
             indexes: list[LazyIndexes] = [] if rest is None else [rest]
             indexes += self._indexed(group.split, file, request, self.seq_length, first)
@@ -238,6 +243,15 @@ class _DatasetBuilder:
         if len(files) > 1 or phase.first_sample or any(phase.source_starts):
             dataset = BlendedDataset(datasets, order, phase.first_sample, phase.source_starts)
         return dataset, BlendProgress(history, order)
+
+    def _excluded(
+        self, group: DatasetGroup, files: Mapping[SourceId, OpenedFile]
+    ) -> Mapping[SourceId, Ranges] | None:
+        """The sequences that the flags leave out of each source; None without the flag."""
+        if group.split != "train" or not self.files.config.exclude_documents:
+            return None
+        of_files, _ = excluded_sequences([self.files])
+        return {one: of_files.get(file.source.prefix, ()) for one, file in files.items()}
 
     def _requests(
         self,
@@ -277,10 +291,9 @@ class _DatasetBuilder:
                 period.consumed * period.seq_length for period in earlier
             )
             samples = end + sum(period.consumed for period in earlier)
-            usage = FileUsage(
-                group.split, file.source.prefix, weight, samples, tokens / file.tokens, group.name
-            )
-            self.usage.append(usage)
+            read = weight, samples, tokens / file.tokens
+            more = group.name, "", history.sources[index].num_excluded
+            self.usage.append(FileUsage(group.split, file.source.prefix, *read, *more))
         self.usage.extend(
             FileUsage(group.split, prefix, 0.0, 0, 0.0, group.name)
             for prefix in group.zero_weight_files
@@ -370,9 +383,10 @@ class _DatasetBuilder:
             )
 
     def _remaining(
-        self, split: str, file: OpenedFile, earlier: Sequence[LengthPeriod]
+        self, split: str, file: OpenedFile, source: SourceProgress
     ) -> tuple[LazyRemainingIndexes | None, int]:
-        """The unread samples of the index that was in use when the sequence length changed.
+        """The unread samples of the index that was in use when the sequence length changed, or the
+        documents that are left out.
 
         Indexes that were not begun are left out: the same epochs follow at the new length.
 
@@ -381,16 +395,23 @@ class _DatasetBuilder:
         """
         rest: LazyRemainingIndexes | None = None
         first = 0
-        lengths = [*(period.seq_length for period in earlier), self.seq_length][1:]
-        for period, length in zip(earlier, lengths, strict=True):
+        states = [(period.seq_length, period.excluded) for period in source.earlier]
+        states.append((self.seq_length, source.excluded))
+        for period, (length, excluded) in zip(source.earlier, states[1:], strict=True):
             parts: list[LazyIndexes] = [] if rest is None else [rest]
-            parts += self._indexed(split, file, period.requests, period.seq_length, first)
+            before = file.without(period.excluded)
+            parts += self._indexed(split, before, period.requests, period.seq_length, first)
             first += len(period.requests) + 1
             rest, position = None, period.consumed
             seed = (self.seed + first - 1) % (1 << 32)
             for part in parts:
                 if 0 < position < len(part):
                     rest = LazyRemainingIndexes(part, position, length, seed)
+                    if excluded != period.excluded:
+                        kept = part, position, period.seq_length, 0, excluded
+                        rest = without = LazyRemainingIndexes(*kept)
+                        if length != period.seq_length:
+                            rest = LazyRemainingIndexes(without, 0, length, seed)
                 position -= min(position, len(part))
             rest = rest or None  # text that is shorter than a sample
         return rest, first

@@ -8,10 +8,11 @@ Knows the token file and its indexes, but no splits, caches, ranks or torch.
 
 from __future__ import annotations
 
+import bisect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -377,12 +378,17 @@ class RemainingIndexes:
     """The arrays of a `RemainingDataset`.
 
     Attributes:
-        unread: Numbers of the samples that were not read, in the order of the text.
+        unread: Numbers of the samples that were not read, in the order of the text. Of the last,
+            as many as `ends` has, only a part is read.
         shuffle: [S], sample number of each position in the data order.
+        ends: Position of the end of each part in the text of these parts.
+        shifts: What to add to a position in this text, for the position in the sample.
     """
 
     unread: IntArray
     shuffle: IntArray
+    ends: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    shifts: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 class RemainingDataset(NumberedDataset):
@@ -390,7 +396,7 @@ class RemainingDataset(NumberedDataset):
 
     The unread samples are joined in the order of the text, and split again. Where a sample between
     two of them was read, the text continues after a gap. Fewer tokens than a new sample has remain
-    at the end.
+    at the end. Without documents that are left out, samples have the length of before.
 
     Args:
         dataset: The dataset.
@@ -423,26 +429,37 @@ class RemainingDataset(NumberedDataset):
         at = np.flatnonzero(np.isin(unread, self._dataset.samples_of(sequences)))
         spans = np.arange(length // self.seq_length + 2)
         near = np.unique((at * length // self.seq_length)[:, None] + spans)
+        if parts := len(self.open()[2]):  # the samples of parts are few
+            near = np.union1d(near, np.arange(len(unread) - parts, len(self)))
         return near[near < len(self)]
 
     def _parts(self, sample: int) -> Iterator[tuple[int, int, int]]:
         """Unread samples that make up a sample: number, first of its tokens, number of them."""
-        _, unread = self._views or self.open()
-        length = self._dataset.seq_length
+        _, unread, ends, shifts = self._views or self.open()
+        length, whole = self._dataset.seq_length, len(unread) - len(ends)
         position, end = sample * self.seq_length, (sample + 1) * self.seq_length
+        if position < whole * length:
+            while position < end:
+                index, first = divmod(position, length)
+                size = min(length - first, end - position)
+                position += size
+                # The last label is the token that follows in the same unread sample.
+                yield unread[index], first, size + (position == end)
+            return
+        position, end = position - whole * length, end - whole * length + 1
         while position < end:
-            index, first = divmod(position, length)
-            size = min(length - first, end - position)
+            index = bisect.bisect(ends, position)
+            size = min(ends[index], end) - position
+            yield unread[whole + index], position + shifts[index], size
             position += size
-            # The last label is the token that follows in the same unread sample.
-            yield unread[index], first, size + (position == end)
 
     def sample_id(self, position: int) -> str:
         return f"{self.name}:unread-{self.seq_length}-{self._sample(position)}"
 
-    def _load(self) -> tuple[memoryview, memoryview]:
+    def _load(self) -> tuple[memoryview, ...]:
         indexes: RemainingIndexes = self._indexes.load()
-        return _view(indexes.shuffle), _view(indexes.unread)
+        arrays = indexes.shuffle, indexes.unread, indexes.ends, indexes.shifts
+        return tuple(map(_view, arrays))
 
 
 def _view(array: IntArray) -> memoryview:

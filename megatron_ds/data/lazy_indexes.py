@@ -5,6 +5,8 @@ Owns what determines an index, and its place in the cache. Knows no ranks and no
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,12 @@ import numpy as np
 
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.data.blend.blend_spec import BlendSource
+from megatron_ds.data.exclusion import numbers_of, samples_without
 from megatron_ds.data.gpt_dataset import GPTDataset, RemainingDataset, RemainingIndexes
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.sample_index import (
+    IntArray,
+    Ranges,
     SampleIndexes,
     build_indexes,
     index_bytes,
@@ -39,6 +44,7 @@ class OpenedFile:
         document_range: First selected document and end.
         tokens: Tokens of these documents, at least one.
         lengths_hash: SHA-256 of the lengths of all sequences of the file.
+        excluded: Documents of the range that are left out, as ranges.
     """
 
     data: IndexedDataset
@@ -46,6 +52,25 @@ class OpenedFile:
     document_range: tuple[int, int]
     tokens: int
     lengths_hash: str
+    excluded: Ranges = ()
+
+    def without(self, excluded: Ranges) -> OpenedFile:
+        """The file whose documents in some ranges are left out.
+
+        Raises:
+            UserError: If no tokens remain.
+        """
+        if not excluded:
+            return self
+        file = dataclasses.replace(self, excluded=excluded)
+        tokens = int(self.data.lengths[file.documents()].sum(dtype=np.int64))
+        if not tokens:
+            raise user_error("exclusion-leaves-nothing", prefix=self.source.prefix)
+        return dataclasses.replace(file, tokens=tokens)
+
+    def documents(self) -> IntArray:
+        """The selected documents."""
+        return np.setdiff1d(np.arange(*self.document_range), numbers_of(self.excluded))
 
 
 @dataclass(frozen=True)
@@ -105,7 +130,8 @@ class LazySampleIndexes:
 
     def entry(self) -> tuple[str, dict[str, Any]]:
         """Readable name and key in the cache: everything that determines the indexes."""
-        order = {"order": "cyclic"} if self.is_cyclic else {}
+        order: dict[str, Any] = {"order": "cyclic"} if self.is_cyclic else {}
+        order |= {"excluded": self.file.excluded} if self.file.excluded else {}
         return f"{Path(self.file.data.prefix).name}-{self.split}", {
             **order,
             "format": INDEX_FORMAT,
@@ -120,7 +146,7 @@ class LazySampleIndexes:
         }
 
     def _build(self) -> Arrays:
-        documents, lengths = np.arange(*self.file.document_range), self.file.data.lengths
+        documents, lengths = self.file.documents(), self.file.data.lengths
         try:
             size = self.samples, self.seq_length, self.seed
             return vars(build_indexes(lengths, documents, *size, is_cyclic=self.is_cyclic))
@@ -140,15 +166,24 @@ class LazyRemainingIndexes:
         read: Positions that were read.
         seq_length: Tokens per new sample, without the last label.
         seed: Seed of the shuffle.
+        excluded: Documents to leave out, as ranges, instead of a change of the length; None for
+            a change.
     """
 
     before: LazyIndexes
     read: int
     seq_length: int
     seed: int
+    excluded: Ranges | None = None
+
+    @functools.cached_property
+    def _size(self) -> int:
+        if self.excluded is not None:
+            return len(self.load().shuffle)
+        return (len(self.before) - self.read) * self.before.seq_length // self.seq_length
 
     def __len__(self) -> int:
-        return (len(self.before) - self.read) * self.before.seq_length // self.seq_length
+        return self._size
 
     @property
     def cache(self) -> ArrayCache:
@@ -175,7 +210,9 @@ class LazyRemainingIndexes:
     def entry(self) -> tuple[str, dict[str, Any]]:
         """Readable name and key in the cache."""
         name, key = self.before.entry()
+        excluded = {} if self.excluded is None else {"excluded": self.excluded}
         return f"{name}-unread", {
+            **excluded,
             "format": INDEX_FORMAT,
             "of": key,
             "read": self.read,
@@ -184,6 +221,9 @@ class LazyRemainingIndexes:
         }
 
     def _build(self) -> Arrays:
+        if self.excluded is not None:
+            samples = self.before.load().shuffle[self.read :]
+            return samples_without(self.before.dataset(0), samples, self.excluded)
         shuffle = np.arange(len(self), dtype=shuffle_dtype(len(self)))
         np.random.RandomState(self.seed).shuffle(shuffle)
         return {"unread": np.sort(self.before.load().shuffle[self.read :]), "shuffle": shuffle}

@@ -18,6 +18,8 @@ import numpy.typing as npt
 from megatron_ds.config.problems import user_error
 
 IntArray = npt.NDArray[np.integer]
+Ranges = tuple[tuple[int, int], ...]
+"""Sequences of a token file: first and end of each range, in order, without overlaps."""
 
 SEPARATE_LAST_EPOCH_FRACTION = 0.80
 """A last epoch that contributes less than this fraction of its samples is shuffled separately."""

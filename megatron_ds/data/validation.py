@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -65,6 +66,12 @@ class DataFiles:
         self.checked_vocab_size: int | None = None
         self._opened: dict[str, IndexedDataset] = {}
 
+    @property
+    def train_prefixes(self) -> list[str]:
+        """Prefixes of the training data."""
+        groups = [group.sources for group in self.groups if group.split == "train"]
+        return list(dict.fromkeys(source.prefix for sources in groups for source in sources))
+
     def open(self, prefix: str) -> IndexedDataset:
         """Opens a token file, or returns it if it is open.
 
@@ -86,6 +93,8 @@ class DataFiles:
                 name, weight = os.path.basename(source.prefix), source.given_weight
                 value = f"{name}, weight {weight}, documents {source.documents.text}"
                 yield f"source {index} of {group.flag} ({group.split} {group.name})", value
+        if path := self.config.exclude_documents:
+            yield "--exclude-documents", xxhash.xxh3_64(Path(path).read_bytes()).hexdigest()
         for index, prefix in enumerate(self.prefixes, 1):
             file = self.open(prefix)
             value = f"{file.sizes[0]} and {file.sizes[1]} bytes"

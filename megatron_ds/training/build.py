@@ -108,11 +108,13 @@ class _Start:
         """What was read of the training data before it."""
         return None if self.checkpoint is None else self.checkpoint.run.data
 
-    def position(self, entered: TrainState) -> dict[str, Any]:
+    def position(self, entered: TrainState, excluded: str | None) -> dict[str, Any]:
         """What determines the samples of the run, for `EventLog`: the state before its first step,
-        and what was read of the training data."""
+        what was read of the training data, and the file of what is left out."""
         state = dataclasses.replace(entered, recent_losses=(), recent_norms=())
-        return {"state": state.to_dict(), "data": self.history and self.history.to_dict()}
+        text = excluded and Path(excluded).read_text(encoding="utf-8")
+        data = self.history and self.history.to_dict()
+        return {"state": state.to_dict(), "data": data, "excluded": text}
 
     def load(self, engine: ZeroEngine, parts: RunParts) -> TrainState:
         """Fills the engine with it. Collective."""
@@ -163,7 +165,8 @@ def build_trainer(parts: RunParts) -> Trainer:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         report.write_run_files(engine, (data, *later_data), state.stage)
         checkpoints.start_branch(start.checkpoint)
-        facts = {"total_iterations": last, "ranks": context.world_size, **start.position(entered)}
+        facts = start.position(entered, config.data.exclude_documents)
+        facts |= {"total_iterations": last, "ranks": context.world_size}
         parts.events.start(report.folder, config, state.iteration, **facts)
         parts.events.record("about", lines=about)
     exits = _exit_conditions(parts, last)

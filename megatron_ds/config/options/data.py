@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.checks import folder_problems
+from megatron_ds.config.checks import file_problems, folder_problems
 from megatron_ds.config.fields import exclusive_problem, no_effect_problem, option_field, when
 from megatron_ds.config.problems import Problem, option
 
@@ -28,6 +28,8 @@ TRAINING_DATA = frozenset(
 """Fields that name training data."""
 
 EPOCHS = "train_data_exact_num_epochs"
+OF_FILES = "fim_data", EPOCHS, "exclude_documents"
+"""Fields that apply to token files only."""
 
 _paths = functools.partial(option_field, None, nargs="*", metavar="PATH")
 _groups = functools.partial(option_field, None, nargs="*", metavar="GROUP")
@@ -70,6 +72,7 @@ class DataConfig:
     fim_middle_token: str = _fim_token("<fim_middle>")
     fim_pad_token: str = _fim_token("<fim_pad>")
     fim_eod_token: str | None = _fim_token(None)
+    exclude_documents: str | None = _file()
     mock_data: bool = option_field(False)
     data_cache_path: str | None = option_field(None, metavar="FOLDER")
     object_storage_cache_path: str | None = option_field(None, metavar="FOLDER")
@@ -128,10 +131,10 @@ class DataConfig:
         if self.marks_ends and (has_own_data or self.mock_data or self.fim_data):
             yield Problem("boundaries-without-files", "document_boundaries")
         if has_own_data:
-            others = [name for name in ("mock_data", "fim_data", EPOCHS) if getattr(self, name)]
+            others = [name for name in ("mock_data", *OF_FILES) if getattr(self, name)]
             yield from (Problem("data-replaced", name) for name in named + others)
         elif self.mock_data:
-            named += [name for name in ("fim_data", EPOCHS) if getattr(self, name)]
+            named += [name for name in OF_FILES if getattr(self, name)]
             if named:
                 yield exclusive_problem("mock_data", *named)
         elif is_read and not shared and not listed and not by_split["train"]:
@@ -143,6 +146,11 @@ class DataConfig:
         if getattr(self, EPOCHS) and self.blend_order != "fair":
             reason = "only the fair order reads all files to their ends at the same time"
             yield exclusive_problem(EPOCHS, "blend_order", reason=reason)
+        if getattr(self, EPOCHS) and self.exclude_documents:
+            reason = "the data without some documents has fewer samples"
+            yield exclusive_problem(EPOCHS, "exclude_documents", reason=reason)
+        if self.exclude_documents is not None:
+            yield from file_problems("exclude_documents", self.exclude_documents)
         if self.split is not None and by_split["train"] and not by_split["valid"]:
             yield Problem("split-without-shared-data")
         if self.data_cache_path is not None and not os.path.isdir(self.data_cache_path):

@@ -13,18 +13,20 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NewType
 
-from megatron_ds.data.sample_index import total_samples
+from megatron_ds.data.sample_index import Ranges, total_samples
 
 HISTORY_FORMAT = 3
 """Version of the JSON form."""
 READABLE_FORMATS = (2, HISTORY_FORMAT)
 """Versions that are read; the first of them has no sequence lengths."""
-ABSENT = {"seq_length": 0, "earlier": ()}
-"""Values that the first of them lacks."""
+ABSENT = {"seq_length": 0, "earlier": (), "excluded": ()}
+"""Values that older versions lack."""
+Offset = NewType("Offset", int)
+"""An integer that may be negative."""
 WEIGHT_RTOL = 1e-9
 """Relative tolerance of weights, which may be given with different precision."""
 _types_of = functools.cache(typing.get_type_hints)
@@ -49,17 +51,19 @@ class SourceId:
 
 @dataclass(frozen=True)
 class LengthPeriod:
-    """Progress of a source at an earlier sequence length.
+    """Progress of a source at an earlier sequence length, or with other documents left out.
 
     Attributes:
         seq_length: Tokens per sample.
         requests: As of `SourceProgress`.
         consumed: Samples read at this length.
+        excluded: Sequences of the file that were left out, as ranges.
     """
 
     seq_length: int
     requests: tuple[int, ...]
     consumed: int
+    excluded: Ranges = ()
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,19 @@ class SourceProgress:
             determines the order of an index, so it must be kept.
         consumed: Samples read at the current sequence length.
         earlier: The same at earlier lengths, in order.
+        excluded: Sequences of the file that are left out, as ranges.
     """
 
     identity: SourceId
     requests: tuple[int, ...] = ()
     consumed: int = 0
     earlier: tuple[LengthPeriod, ...] = ()
+    excluded: Ranges = ()
+
+    @property
+    def num_excluded(self) -> int:
+        """Number of sequences that are left out."""
+        return sum(end - first for first, end in self.excluded)
 
     @property
     def all_consumed(self) -> int:
@@ -93,13 +104,14 @@ class BlendPhase:
         first_sample: Samples of the run before it.
         sources: Indexes into `BlendHistory.sources`.
         weights: Weights of the sources, which sum to 1.
-        source_starts: Samples of the current sequence length that each source gave before.
+        source_starts: Samples of the current sequence length that each source gave before;
+            negative by those that it gave in this blend before documents were left out.
     """
 
     first_sample: int
     sources: tuple[int, ...]
     weights: tuple[float, ...]
-    source_starts: tuple[int, ...]
+    source_starts: tuple[Offset, ...]
 
 
 @dataclass(frozen=True)
@@ -160,6 +172,7 @@ def resume_history(
     order: int,
     consumed: int = 0,
     seq_length: int = 0,
+    excluded: Mapping[SourceId, Ranges] | None = None,
 ) -> BlendHistory:
     """The history of a new or resumed run.
 
@@ -173,7 +186,10 @@ def resume_history(
         order: Version of the blend schedule.
         consumed: Samples of the run at the checkpoint.
         seq_length: Tokens per sample.
+        excluded: Sequences to leave out of each source from now on; None: as before.
     """
+    if before is not None and excluded is not None:
+        before = _without(before, excluded)
     if before is None:
         before = BlendHistory(order, (), ())
         consumed = 0
@@ -192,10 +208,12 @@ def resume_history(
             return before
     numbers = {source.identity: index for index, source in enumerate(before.sources)}
     new = [one for one in identities if one not in numbers]
-    sources = (*before.sources, *(SourceProgress(one) for one in new))
+    left_out = excluded or {}
+    added = (SourceProgress(one, excluded=left_out.get(one, ())) for one in new)
+    sources = (*before.sources, *added)
     numbers |= {one: len(before.sources) + index for index, one in enumerate(new)}
     members = tuple(numbers[one] for one in identities)
-    starts = tuple(sources[index].consumed for index in members)
+    starts = tuple(Offset(sources[index].consumed) for index in members)
     phase = BlendPhase(consumed, members, tuple(weights), starts)
     passed = (phase for phase in before.phases if phase.first_sample < consumed)
     return BlendHistory(order, sources, (*passed, phase), seq_length)
@@ -205,8 +223,24 @@ def _restarted(source: SourceProgress, seq_length: int) -> SourceProgress:
     """A source before its first sample of another length, after reading it at `seq_length`."""
     earlier = source.earlier
     if source.consumed:
-        earlier = (*earlier, LengthPeriod(seq_length, source.requests, source.consumed))
-    return SourceProgress(source.identity, earlier=earlier)
+        read = source.requests, source.consumed, source.excluded
+        earlier = (*earlier, LengthPeriod(seq_length, *read))
+    return SourceProgress(source.identity, earlier=earlier, excluded=source.excluded)
+
+
+def _without(history: BlendHistory, excluded: Mapping[SourceId, Ranges]) -> BlendHistory:
+    """The history, whose sources go on without sequences, at the same places of the blend."""
+    phase, sources = history.current, list(history.sources)
+    starts = dict(zip(phase.sources, phase.source_starts, strict=True))
+    for index, source in enumerate(sources):
+        wanted = excluded.get(source.identity, source.excluded)
+        if wanted != source.excluded:
+            restarted = _restarted(source, history.seq_length)
+            sources[index] = dataclasses.replace(restarted, excluded=wanted)
+            starts[index] = Offset(starts.get(index, 0) - source.consumed)
+    moved = dataclasses.replace(phase, source_starts=tuple(starts[one] for one in phase.sources))
+    phases = *history.phases[:-1], moved
+    return dataclasses.replace(history, sources=tuple(sources), phases=phases)
 
 
 def record_consumed(history: BlendHistory, counts: Sequence[int]) -> BlendHistory:
@@ -254,7 +288,7 @@ def _parsed(cls: Any, value: Any) -> Any:
         return cls(**{name: _parsed(hint, values[name]) for name, hint in _types_of(cls).items()})
     if typing.get_origin(cls) is tuple:
         return tuple(_parsed(typing.get_args(cls)[0], one) for one in value)
-    if cls is int and (type(value) is not int or value < 0):
+    if cls in (int, Offset) and (type(value) is not int or (cls is int and value < 0)):
         raise ValueError(f"{value!r} is not a count")
     return cls(value)
 

@@ -34,6 +34,7 @@ class FileUsage:
         epochs: Passes over its documents.
         group: Name of the group, if the user gave one.
         stage: Name of the stage, if the run has stages.
+        excluded: Documents that are left out at the end, by --exclude-documents.
     """
 
     split: str
@@ -43,6 +44,7 @@ class FileUsage:
     epochs: float
     group: str = ""
     stage: str = ""
+    excluded: int = 0
 
     @property
     def label(self) -> str:
@@ -52,9 +54,11 @@ class FileUsage:
     def __str__(self) -> str:
         if not self.weight:
             return f"{self.label}: {self.prefix}, weight 0: not read"
+        without = counted(self.excluded, "document")
         return (
             f"{self.label}: {self.prefix}, weight {self.weight:.6g}: "
             f"{counted(self.samples, 'sample')}, {self.epochs:.3g} epochs"
+            f"{f', without {without}' if self.excluded else ''}"
         )
 
 
@@ -107,8 +111,12 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     if is_of_other_length:
         changed = Problem("sequence-length-changed", before=before, after=after, now=now)
         lines.append(f"WARNING: {changed.render()}")
+    for index, source in enumerate(before.sources):
+        if source.excluded != (later := after.sources[index]).excluded:
+            lines.append(f"WARNING: {Problem('documents-excluded', source=later).render()}")
     has_same_blend = (was.sources, was.weights) == (now.sources, now.weights)
-    if now is not was and not (is_of_other_length and has_same_blend):
+    is_other = (was.first_sample, *was.weights) != (now.first_sample, *now.weights)
+    if (is_other or not has_same_blend) and not (is_of_other_length and has_same_blend):
         lines += [
             f"WARNING: {Problem('blend-changed', num_samples=now.first_sample).render()}",
             f"    before: {_blend(before, was)}",
@@ -116,7 +124,13 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
             *(f"    {line}" for line in _source_changes(before, after)),
         ]
     known = {n: source.requests for n, source in enumerate(before.sources) if source.requests}
-    longer = [n for n in now.sources if n in known and known[n] != after.sources[n].requests]
+    longer = [
+        n
+        for n in now.sources
+        if n in known
+        and known[n] != after.sources[n].requests
+        and before.sources[n].excluded == after.sources[n].excluded
+    ]
     if longer and not is_of_other_length:
         names = join_limited([after.sources[index].identity.name for index in longer])
         lines.append(

@@ -19,6 +19,7 @@ from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.config.stages import by_stage
 from megatron_ds.data import validation
+from megatron_ds.data.exclusion import excluded_sequences
 from megatron_ds.data.fill_in_middle import fim_problems
 from megatron_ds.data.validation import DataFiles
 from megatron_ds.engine.ds_config.generate import bucket_warnings
@@ -134,6 +135,8 @@ def check_data(
                 warn(warning)
 
     problems = by_stage(config, check_stage)
+    if config.data.exclude_documents and not problems:
+        problems += excluded_sequences(data)[1]
     return tuple(data), problems
 
 

@@ -190,3 +190,11 @@ def test_another_data_order_is_rejected(manager: Managers) -> None:
     with raises_problem("resume-data-order-changed", "split") as raised:
         manager(data=dataclasses.replace(first, split=None)).select()
     assert "None" not in str(raised.problem)
+
+
+def test_documents_that_are_left_out_must_be_named_again(manager: Managers) -> None:
+    first = DataConfig(data_path=("tokens",), exclude_documents="out.txt")
+    save(manager(data=first), 1)
+    assert manager(data=dataclasses.replace(first, exclude_documents="more.txt")).select()
+    with raises_problem("resume-exclusion-missing", "exclude_documents"):
+        manager(data=dataclasses.replace(first, exclude_documents=None)).select()

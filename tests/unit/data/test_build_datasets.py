@@ -466,9 +466,8 @@ def test_a_source_continues_with_its_unread_text_at_another_length(
     # Then a complete epoch follows.
     epoch = flat(second[rest:])
     assert len(set(epoch)) == len(epoch)
-    assert last["sources"][0]["earlier"] == (
-        {"seq_length": before, "requests": (max(30, consumed),), "consumed": consumed},
-    )
+    progress = {"requests": (max(30, consumed),), "consumed": consumed, "excluded": ()}
+    assert last["sources"][0]["earlier"] == ({"seq_length": before, **progress},)
 
     # Stopped and resumed, also within the unread text, and at a third length.
     for stop in (consumed + 1, consumed + rest + 3):

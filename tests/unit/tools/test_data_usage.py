@@ -87,7 +87,9 @@ class FakeRun:
         state, history = stages.entered(self.state), self.history
         data = None if history is None else history.to_dict()
         events = EventLog(clock=lambda: clock)
-        position = {"ranks": ranks, "state": state.to_dict(), "data": data}
+        path = config.data.exclude_documents
+        text = path and Path(path).read_text()
+        position = {"ranks": ranks, "state": state.to_dict(), "data": data, "excluded": text}
         events.start(self.folder, config, state.iteration, **position)
         built, read, stage = None, defaultdict[int, Any](dict), -1
         while state.iteration < until:
@@ -143,7 +145,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Read]:
         read |= child.train(11, 4, *layout, clock=2)
         parent.state, parent.history = checkpoint  # goes on with other samples
         parent.train(6, 1, "--seed", "5", clock=3)
-        read |= child.train(14, 4, "--pipeline-model-parallel-size", "2", clock=4)
+        (folder / "out.txt").write_text("a:3\nb:11-14")
+        flags = "--pipeline-model-parallel-size", "2", "--exclude-documents", "out.txt"
+        read |= child.train(14, 4, *flags, clock=4)
+        (folder / "out.txt").write_text("a:5")  # as for the next resume
     return folder, read
 
 
