@@ -113,22 +113,25 @@ def _describe(item: Difference) -> str:
 
 
 def read_records(path: Path) -> dict[int, Record]:
-    """The records of a file by iteration, without a last line that is being written.
+    """The records of a file by iteration; see `_read_lines`."""
+    return {record["iteration"]: record for record in _read_lines(path)}
+
+
+def _read_lines(path: Path) -> list[Record]:
+    """The objects of a file with an iteration, without a last line that is being written.
 
     Raises:
-        UserError: If there is no file, or a line is no record.
+        UserError: If there is no file or no object, or a line is none.
     """
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
     try:
-        return {int(record["iteration"]): record for record in _read_lines(path)}
-    except FileNotFoundError:
-        raise user_error("step-records-missing", path=path) from None
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1:] == "\n"]
+        objects = [line | {"iteration": int(line["iteration"])} for line in lines]
     except (ValueError, TypeError, KeyError) as error:
         raise user_error("step-records-damaged", path=path, error=error) from None
-
-
-def _read_lines(path: Path) -> list[Any]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    if not objects:
+        raise user_error("step-records-missing", path=path)
+    return objects
 
 
 def plan(run: Path, words: Sequence[str] | None) -> tuple[dict[int, Record], list[Segment]]:
@@ -138,8 +141,6 @@ def plan(run: Path, words: Sequence[str] | None) -> tuple[dict[int, Record], lis
         UserError: If a step has no record or no checkpoint, or draws random numbers that one
             process on the host does not.
     """
-    if not (run / EVENTS).is_file():
-        raise user_error("step-records-missing", path=run / EVENTS)
     starts = [event for event in _read_lines(run / EVENTS) if event["event"] == "start"]
     records = read_records(record_path(config_of(starts[-1]["config"]), run) or run / FILE_NAME)
     saved = {iteration_of(path) for path in list_checkpoints(run)}

@@ -97,7 +97,8 @@ def differing_records(
             norm = norm_of({name: tensor.double()})
             values = norm, float(tensor.double().sum())
             errors = [abs(x - y) for x, y in zip(record[key][name], values, strict=True)]
-            if not max(errors) <= relative * norm + 1e-9:
+            # The sum of elements that are rounded to half precision, or added in another order.
+            if not max(errors[0], errors[1] / 8) <= relative * norm + 1e-9:
                 found.append(f"record of {key} {name}: {record[key][name]} instead of {values}")
     return found
 

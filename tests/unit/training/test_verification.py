@@ -100,10 +100,9 @@ def test_steps_are_replayed_from_the_checkpoint_before_them(tmp_path: Path) -> N
     assert [(one.checkpoint, one.steps) for one in segments] == [(1, [2]), (3, [4]), (4, [6])]
     assert [(x.checkpoint, x.steps) for x in plan(folder, ["3-5", "2"])[1]] == [(1, [2]), (3, [4])]
     config = replay_config(folder, segments[1], tmp_path / "replay", {"num_workers": 3})
-    sizes = config.axis_sizes.values(), config.checkpoint.load, config.checkpoint.ckpt_step
-    assert sizes == ([1, 1, 1, 1], str(folder), 3) or list(sizes[0]) == [1, 1, 1, 1]
-    # 4 ranks, 2 of them tensor-parallel
-    assert config.schedule.global_batch_size == 4
+    assert set(config.axis_sizes.values()) == {1}
+    assert (config.checkpoint.load, config.checkpoint.ckpt_step) == (str(folder), 3)
+    assert config.schedule.global_batch_size == 4  # of 2 data-parallel ranks
     assert config.model.make_vocab_size_divisible_by == 128
     assert (config.stopping.exit_interval, config.data.num_workers) == (4, 3)
     assert config.checkpoint.save is None
@@ -132,9 +131,10 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, [(5, run_of(load=str(tmp_path)))], saved=(2,))
     with raises_problem("replay-without-checkpoint"):
         plan(folder, ["6"])
-    (folder / "step_records.jsonl").write_text("[]\n")
-    with raises_problem("step-records-damaged"):
-        plan(folder, None)
+    for text, code in (("[]\n", "damaged"), ("{\n", "damaged"), ('{"iteration": 1', "missing")):
+        (folder / "step_records.jsonl").write_text(text)
+        with raises_problem(f"step-records-{code}"):  # no step is no verdict
+            plan(folder, None)
 
 
 def test_a_replay_that_fails(tmp_path: Path) -> None:
