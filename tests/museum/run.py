@@ -129,16 +129,23 @@ def write_results(results: Mapping[str, Mapping[str, Result]]) -> None:
 
 def install(exhibit: Exhibit, version: str) -> Path | None:
     """The folder that has a version, which is installed if it is missing; None for torch's own."""
-    if importlib.metadata.version(exhibit.package).partition("+")[0] == version:
+    if _version_of_environment(exhibit.package) == version:
         return None
     folder = INSTALLED / f"{exhibit.package}-{version}"
     if not (folder / ".installed").exists():
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        alone = ("--no-deps", "--no-build-isolation", "--target", str(folder))
+        alone = ("--no-deps", "--no-build-isolation", "--ignore-requires-python")
         names = (f"{exhibit.package}=={version}", *exhibit.beside.get(version, ()))
-        subprocess.run([*pip, *alone, *names], check=True)
+        subprocess.run([*pip, *alone, "--target", str(folder), *names], check=True)
         (folder / ".installed").touch()
     return folder
+
+
+def _version_of_environment(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def run(exhibit: Exhibit, version: str) -> Result:

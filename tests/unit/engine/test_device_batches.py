@@ -92,7 +92,7 @@ def host_batches(count: int, log: list[str], eod: int | None = None) -> Iterator
 
 
 def test_inputs_labels_and_mask_are_made_of_one_array() -> None:
-    batches = DeviceBatches(host_batches(1, [], eod=5), CPU, Mesh.single().tp)
+    batches = DeviceBatches(host_batches(2, [], eod=5), CPU, Mesh.single().tp)
     batch = next(batches)
     assert batch.tokens_BS.tolist() == [[0, 1, 2], [4, 5, 6]]
     assert batch.labels_BS.tolist() == [[1, 2, 3], [5, 6, 7]]
@@ -102,6 +102,7 @@ def test_inputs_labels_and_mask_are_made_of_one_array() -> None:
     short = batch.truncated(2)
     assert [t.tolist() for t in short[:3]] == [[[0, 1], [4, 5]], [[1, 2], [5, 6]], [[1, 1], [1, 0]]]
     assert batch.truncated(3) is batch
+    assert next(batches).loss_mask_BS.tolist() == [[1, 1, 1], [1, 1, 1]]
     with pytest.raises(StopIteration):
         next(batches)
 

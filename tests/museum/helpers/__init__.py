@@ -1,0 +1,1 @@
+"""What several programs of the museum share beside `frame`."""
