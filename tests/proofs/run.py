@@ -155,6 +155,14 @@ def run_mutants() -> Record:
     return {**passed, "failures": failures, "tests": {}}
 
 
+def run_types() -> Record:
+    """The types of all layouts, and what they say about each parallel mutant."""
+    record = Tests(("tests/typed",), workers=False).run()
+    from tests.typed import score  # needs spmd_types
+
+    return {**record, "found": score.find(score.parallel_mutants())}
+
+
 SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     "unit": (
         "unit and fuzz tests",
@@ -163,7 +171,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     "layouts": ("layouts, all pairs and random ones", Tests(LAYOUTS).run),
     "types": (
         "[types of tensors](testing.md#types-of-tensors) on 8, 1,024 and 4,096 ranks",
-        Tests(("tests/typed",), workers=False).run,
+        run_types,
     ),
     "resharding": ("checkpoints of every layout in every other one", Tests(RESHARDING).run),
     "dist": (
@@ -265,7 +273,20 @@ def page(record: dict[str, Any]) -> str:
     lines += ["\n## Tests of which `make test` leaves out cases, or all\n\n"]
     lines += ["| test | passed |\n|---|---|\n"]
     lines += [f"| `{test}` | {cell} |\n" for test, cell in sorted(tests.items())]
-    return "".join([*lines, *_kernels()])
+    return "".join([*lines, *_types(record["sections"].get("types", {})), *_kernels()])
+
+
+def _types(section: Record) -> Iterator[str]:
+    """The mutants that `tests/typed` finds, and those it does not."""
+    if not (found := section.get("found")):
+        return
+    score = f"{sum(map(bool, found.values()))} of {len(found)}"
+    yield f"\n## Mutants that types find\n\nOf the mutants of `parallel/` and `model/` that a test of "
+    yield f"several ranks catches, [types](testing.md#types-of-tensors)\nfind {score} without running "
+    yield "numbers; `python -m tests.typed.score` prints this table.\n\n"
+    yield "| mutant | what the types say |\n|---|---|\n"
+    for name, message in sorted(found.items(), key=lambda item: (not item[1], item[0])):
+        yield f"| {name} | {message.replace('|', chr(92) + '|') or '-'} |\n"
 
 
 def _kernels() -> Iterator[str]:

@@ -223,7 +223,7 @@ def wrapped(operator: Operator, function: Callable[..., Any], checker: Checker, 
     return run
 
 
-def _line_of(function: Any) -> str:
+def line_of(function: Any) -> str:
     """File and line of a function's definition."""
     try:
         return (
@@ -242,7 +242,7 @@ def enforced(checker: Checker) -> Iterator[None]:
             if isinstance(target, type) and issubclass(target, torch.autograd.Function):
                 signature = inspect.signature(target.forward)
                 parameters = list(signature.parameters.values())[1:]
-                line = _line_of(target.backward)
+                line = line_of(target.backward)
                 run = wrapped(
                     operator, target.apply, checker, signature.replace(parameters=parameters), line
                 )

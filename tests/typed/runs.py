@@ -18,11 +18,11 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Mesh, Mpu, axis_groups
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import declaration
+from megatron_ds.parallel.sharding import declaration, expert_group
 from tests.typed.checker import DATA, Axes, Checker, Types, TypesError
-from tests.typed.declared import Declared, checked, enforced, operators
+from tests.typed.declared import Declared, checked, enforced, line_of, operators
 from tests.typed.lattice import Type, varying
 
 
@@ -37,6 +37,33 @@ def fake_mesh(world: int, rank: int = 0, **sizes: int) -> Iterator[Axes]:
         yield Axes(mesh, mesh.dp.size // mesh.ep.size)
     finally:
         dist.destroy_process_group()
+
+
+SPANS = {name: (name,) for name in ("tp", "sp", "ep", "pp")} | {
+    "dp": DATA,
+    "dp_sp": (*DATA, "sp"),
+    "expert_dp": ("edp", "sp"),
+    "model": ("pp", "tp"),
+    "sp_tp": ("sp", "tp"),
+    "ep_tp": ("ep", "tp"),
+}
+"""Axes of each group of the mesh."""
+
+
+def check_groups(axes: Axes) -> None:
+    """Check that each group has the ranks of its axes, and the engine averages over the right ones.
+
+    Raises:
+        TypesError: One has others.
+    """
+    groups = {name: (getattr(axes.mesh, name).ranks, axis_groups) for name in SPANS}
+    averaged = Mpu(axes.mesh).get_data_parallel_group_ranks()  # type: ignore[attr-defined]
+    groups["dp_sp of the engine"] = averaged, Mpu.__init__
+    for name, (ranks, made_by) in groups.items():
+        spanned = set(axes.spanned(ranks))
+        if spanned != {axis for axis in SPANS[name.partition(" ")[0]] if axis in axes.names}:
+            text = f"the group {name} spans the axes {sorted(spanned)}"
+            raise TypesError(f"{line_of(made_by)}: {text}")
 
 
 def check(axes: Axes, run: Callable[[Checker], None]) -> Checker:
@@ -89,7 +116,11 @@ def check_gradients(checker: Checker, module: nn.Module) -> None:
             kind = checker.type_of(parameter.grad, axis).kind
             if axis == "pp" or kind is None:
                 continue
-            is_summed = axis in ("edp", "sp") or (axis == "ep" and axis not in held)
+            is_summed = axis in ("edp", "sp") or (axis == "ep" and not expert_group(parameter))
+            if is_summed and axis in held:
+                used = checker.used.get(id(parameter), "parameters")
+                text = f"the engine sums the gradient of {name} over the {axis} axis"
+                raise TypesError(f"{used}: {text}, on which ranks have different parts of it")
             wanted = (P, V) if is_summed else (R, V) if axis in held else (R,)
             if kind not in wanted:
                 used = checker.used.get(id(parameter), "parameters")
@@ -118,6 +149,7 @@ EOD = 5
 
 def check_stage(config: Config, axes: Axes, dtype: torch.dtype = torch.float32) -> None:
     """A forward and a backward pass of the layers of this rank, whose types are checked."""
+    check_groups(axes)
     mesh = axes.mesh = axes.mesh.of_model(
         config.parallel.sequence_parallel, config.has_whole_experts
     )

@@ -9,27 +9,20 @@ It is found if a layout of the covering array does not pass.
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
-import subprocess
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.dist.layouts import Pair, RunLayout, covering, pairs_of
 from tests.mutants import run as mutants
+from tests.typed import cases as _  # noqa: F401 (with the libraries that a child needs)
 
-CHECK = """
-import json, sys
-from tests.typed import cases
-for run in json.loads(sys.stdin.read()):
-    try:
-        cases.check(run, *cases.WORLDS[0])
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}".splitlines()[0])
-        break
-"""
-"""Prints the first error; nothing if all layouts pass."""
+LAYOUT = ("tp", "sequence", "pp", "sp", "experts", "model", "documents")
+"""Axes of the covering array of whose values the score has all pairs."""
 
 
 def parallel_mutants(patterns: Sequence[str] = ("*",)) -> list[mutants.Mutation]:
@@ -43,32 +36,62 @@ def parallel_mutants(patterns: Sequence[str] = ("*",)) -> list[mutants.Mutation]
     ]
 
 
+def selected() -> list[RunLayout]:
+    """Runs of the covering array with all its pairs of values of `LAYOUT`."""
+
+    def parts(run: RunLayout) -> set[Pair]:
+        return pairs_of({axis: run[axis] for axis in LAYOUT})
+
+    left, chosen = list(covering()), []
+    missing = set[Pair]().union(*map(parts, left))
+    while missing:
+        run = max(left, key=lambda run: len(parts(run) & missing))
+        missing -= parts(run)
+        chosen.append(run)
+    return chosen
+
+
+def in_copy(copy: Path, runs: Sequence[RunLayout]) -> str:
+    """The first error of the types in a copy of the repository, or of another kind, or none.
+
+    A child of this process, which has imported the libraries, imports the copy.
+    """
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        message = ""
+        try:
+            for name in [name for name in sys.modules if re.match(r"(megatron_ds|tests)\b", name)]:
+                del sys.modules[name]
+            sys.path.insert(0, str(copy))
+            cases = importlib.import_module("tests.typed.cases")
+            for run in runs:
+                cases.check(run, *cases.WORLDS[0])
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            os.write(writer, message.encode())
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
 def find(mutations: list[mutants.Mutation]) -> dict[str, str]:
     """What the types say about each mutant by its description; empty if they do not find it."""
-    from tests.dist.layouts import covering
-
-    runs = json.dumps([dict(run) for run in covering()])
-    found = {}
+    runs, found = selected(), {}
     with tempfile.TemporaryDirectory() as folder:
         copy = mutants.copy_repository(Path(folder))
+        if error := in_copy(copy, runs):
+            raise ValueError(f"without a mutant the types do not agree: {error}")
         for mutation in mutations:
             with mutants.applied(mutation, copy):
-                done = subprocess.run(
-                    [sys.executable, "-c", CHECK],
-                    input=runs,
-                    cwd=copy,
-                    env={**os.environ, "PYTHONPATH": f"{copy}:{os.environ.get('PYTHONPATH', '')}"},
-                    capture_output=True,
-                    text=True,
-                )
+                message = in_copy(copy, runs)
             name = f"{mutation.mutant.target}: {mutation.mutant.change}"
-            found[name] = done.stdout.strip() or (
-                "" if done.returncode == 0 else done.stderr[-300:]
-            )
-            print(
-                f"{'found' if found[name] else 'not found':10}{name}  {found[name][:300]}",
-                flush=True,
-            )
+            found[name] = message.removeprefix("TypesError: ") if "TypesError" in message else ""
+            verdict = "found" if found[name] else "other" if message else "not found"
+            print(f"{verdict:10}{name}  {message}", flush=True)
     print(f"{sum(map(bool, found.values()))} of {len(found)} found by types")
     return found
 
