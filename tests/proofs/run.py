@@ -281,9 +281,9 @@ def _types(section: Record) -> Iterator[str]:
     if not (found := section.get("found")):
         return
     score = f"{sum(map(bool, found.values()))} of {len(found)}"
-    yield f"\n## Mutants that types find\n\nOf the mutants of `parallel/` and `model/` that a test of "
-    yield f"several ranks catches, [types](testing.md#types-of-tensors)\nfind {score} without running "
-    yield "numbers; `python -m tests.typed.score` prints this table.\n\n"
+    yield "\n## Mutants that types find\n\n"
+    yield "Of the mutants of `parallel/` and `model/` that a test of several ranks catches,\n"
+    yield f"[types](testing.md#types-of-tensors) find {score} without running numbers.\n\n"
     yield "| mutant | what the types say |\n|---|---|\n"
     for name, message in sorted(found.items(), key=lambda item: (not item[1], item[0])):
         yield f"| {name} | {message.replace('|', chr(92) + '|') or '-'} |\n"
