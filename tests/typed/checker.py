@@ -146,64 +146,61 @@ class Checker(TorchDispatchMode):
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         inputs = _tensors((args, kwargs))
-        before = [self.types(each) for each in inputs]
-        for each in inputs:
-            if id(each) in self.parameters and id(each) not in self.used:
-                self.used[id(each)] = where()
+        before = {id(tensor): self.types(tensor) for tensor in inputs}
+        for tensor in inputs:
+            if id(tensor) in self.parameters and id(tensor) not in self.used:
+                self.used[id(tensor)] = where()
         result = func(*args, **kwargs)
         if namespace in ("c10d", "_c10d_functional"):
             self._communicate(name, func, args)
-            return result
-        outputs = _tensors(result)
-        if not outputs:
-            return result
-        known = {id(each): types for each, types in zip(inputs, before, strict=True)}
-        schema = func._schema.arguments
-        values = [
-            argument.default_value if argument.has_default_value() else None for argument in schema
-        ]
-        values[: len(args)] = args
-        for at, argument in enumerate(schema):
-            if argument.name in kwargs:
-                values[at] = kwargs[argument.name]
-        written = _tensors(
-            [
-                v
-                for v, a in zip(values, schema, strict=True)
-                if a.alias_info and a.alias_info.is_write
-            ]
-        )
-        is_out = any(a.is_out for a in schema)
-        results: list[Types] = [{} for _ in outputs]
-        call_name = name.rstrip("_") if written and not is_out else name
-        if is_out:
-            inputs = [each for each in inputs if not any(each is out for out in written)]
-            values = [v for v, a in zip(values, schema, strict=True) if not a.is_out]
-        for axis in self.axes.names:
-            call = Call(
-                call_name,
-                tuple(values),
-                inputs,
-                outputs,
-                lambda tensor: (known.get(id(tensor)) or self.types(tensor)).get(axis, REPLICATED),  # noqa: B023
-                is_data=axis in DATA,
-                is_local=self.local > 0,
-            )
+        elif outputs := _tensors(result):
             try:
-                found = result_types(call)
+                self._infer(func, name, _arguments(func, args, kwargs), before, outputs)
             except MismatchError as error:
-                raise self.error(f"{error}, on the {axis} axis, in {name}") from None
-            for types_, each in zip(results, found, strict=True):
-                types_[axis] = each
-        for output, each in zip(outputs, results, strict=True):
-            if any(output is tensor for tensor in written):
-                try:
-                    self._write(output, each)
-                except MismatchError as error:
-                    raise self.error(f"{error}, in {name}") from None
-            else:
-                self.set(output, each)
+                raise self.error(f"{error}, in {name}") from None
         return result
+
+    def _infer(
+        self,
+        func: Any,
+        name: str,
+        values: list[Any],
+        before: Mapping[int, Types],
+        outputs: list[Tensor],
+    ) -> None:
+        """Type the outputs of an operator.
+
+        Args:
+            func: The operator.
+            name: Its name.
+            values: Its arguments.
+            before: Types of its inputs before the call, by identity.
+            outputs: What it has returned.
+        """
+        schema = func._schema.arguments
+        arguments = list(zip(values, schema, strict=True))
+        written = _tensors([v for v, a in arguments if a.alias_info and a.alias_info.is_write])
+        if any(argument.is_out for argument in schema):
+            values = [value for value, argument in arguments if not argument.is_out]
+        elif written:
+            name = name.rstrip("_")
+        results: list[Types] = [{} for _ in outputs]
+        for axis in self.axes.names:
+
+            def type_of(tensor: Tensor, axis: str = axis) -> Type:
+                return (before.get(id(tensor)) or self.types(tensor)).get(axis, REPLICATED)
+
+            is_data, is_local = axis in DATA, self.local > 0
+            call = Call(name, tuple(values), _tensors(values), outputs, type_of, is_data, is_local)
+            try:
+                inferred = result_types(call)
+            except MismatchError as error:
+                raise MismatchError(f"{error}, on the {axis} axis") from None
+            for types, type_ in zip(results, inferred, strict=True):
+                types[axis] = type_
+        for output, types in zip(outputs, results, strict=True):
+            is_written = any(output is tensor for tensor in written)
+            (self._write if is_written else self.set)(output, types)
 
     def _communicate(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
         """Type what a collective writes, and fill it."""
@@ -281,6 +278,15 @@ class Checker(TorchDispatchMode):
 
     def error(self, text: str) -> TypesError:
         return TypesError(f"{where()}: {text}")
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of an operator in their order, with the defaults of those not passed."""
+    values = [
+        kwargs.get(argument.name, argument.default_value) for argument in func._schema.arguments
+    ]
+    values[: len(args)] = args
+    return values
 
 
 def _received(operation: str, sent: Type) -> Type:
