@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.checkpoint.lineage import PARENT
 from megatron_ds.checkpoint.metadata import RUN, iteration_of, list_checkpoints
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, user_error
@@ -151,6 +152,7 @@ class History:
         checkpoints: Iterations of the checkpoints that were complete, or are in the folder.
         settings: Arguments of the run's last start by option.
         layout_ranks: Ranks that have written the newest checkpoint; 0: unknown.
+        parent: Run and iteration of which it is a fork.
         written: When the metrics were written, in seconds since 1970.
     """
 
@@ -161,6 +163,7 @@ class History:
     settings: dict[str, Any] = field(default_factory=dict)
     layout_ranks: int = 0
     written: float = 0.0
+    parent: str = ""
 
     def __len__(self) -> int:
         return len(self.columns.get("iteration", ()))
@@ -216,6 +219,7 @@ class History:
             other.settings,
             other.layout_ranks,
             other.written,
+            self.parent,
         )
 
     def points(self, key: str = "lm_loss") -> Points:
@@ -326,6 +330,9 @@ class RunReader:
     def _read_folder(self) -> None:
         """Checkpoints, and settings and ranks where no event has them."""
         history, paths = self.history, list_checkpoints(self.folder)
+        with suppress(OSError, ValueError, LookupError, TypeError):  # not a fork
+            parent = json.loads((self.folder / PARENT).read_bytes())
+            history.parent = f"{parent['run']} at {parent['iteration']}"
         saved = {int(record["iteration"]) for record in history.of("checkpoint")}
         saved |= {iteration_of(path) for path in paths}
         history.checkpoints = sorted(step for step in saved if step <= self._until)

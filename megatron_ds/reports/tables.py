@@ -112,7 +112,7 @@ def last_bits_per_byte(run: History) -> dict[str, float]:
 
 def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None) -> Table:
     """The final figures of each run."""
-    rows = []
+    rows, has_forks = [], any(run.parent for run in runs.values())
     for name, run in runs.items():
         speed, total = throughput(run), run.total_iterations
         speeds = dict.fromkeys(("s/step", "samples/s", "tokens/s", "TFLOPs per device"), UNKNOWN)
@@ -126,6 +126,7 @@ def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None)
         peaks = [record["peak"] for record in run.of("memory") if record.get("peak")]
         row = {
             "run": name,
+            **({"fork of": run.parent or UNKNOWN} if has_forks else {}),
             "status": _status(run),
             "ranks": _ranks(run),
             "steps": f"{run['iteration'][-1]:,.0f}" + (f" of {total:,}" if total else ""),

@@ -86,6 +86,8 @@ class Metrics:
     _pending: list[_Step] = field(default_factory=list, init=False)
     _interval: list[StepRecord] = field(default_factory=list, init=False)
     _times: Mapping[str, Sequence[float]] = field(default_factory=dict, init=False)
+    _has_warned: bool = field(default=False, init=False)
+    """Whether steps without a counted token have been warned of."""
 
     def record(
         self, state: TrainState, plan: StepPlan, result: StepResult, seconds: float, warm_up: bool
@@ -171,7 +173,8 @@ class Metrics:
         self._pending.clear()
         self._interval.extend(records)
         empty = [str(record.iteration) for record in records if record.lm_loss == 0.0]
-        if empty:
+        if empty and not self._has_warned:
+            self._has_warned = True
             output.warn_on_rank(Problem("no-counted-token", iterations=", ".join(empty)))
         for logger in self.loggers:
             logger.log_steps(records)

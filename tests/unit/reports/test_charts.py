@@ -6,6 +6,7 @@ page needs no other file
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,14 @@ def test_final_figures(runs: dict[str, History]) -> None:
     assert [fast[name] for name in names] == [
         *("running", "4", "0.167", "24.00", "192", "1", "1.2500")
     ]
+
+
+def test_a_fork_is_shown_with_its_parent(runs: dict[str, History], tmp_path: Path) -> None:
+    path = write_run(tmp_path, steps(range(5, 9)), [start(4, 1)])
+    (tmp_path / "parent.json").write_text(json.dumps({"run": "/runs/base", "iteration": 4}))
+    table = tables.figures_table({"fork": read_history(path), "slow": runs["slow"]})
+    column = table.header.index("fork of")
+    assert [row[column] for row in table.rows] == ["/runs/base at 4", "–"]
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_the_parameter_norm_is_computed_once_per_interval() -> None:
 def test_steps_without_a_counted_token_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     """Their loss is 0 on all ranks, which no other loss is."""
     run = Run(log_interval=4)
-    for loss in (2.0, -1.0, -1.0, 0.0):  # of this rank; the mean is higher by 1
+    for loss in (2.0, -1.0, -1.0, 0.0, *[-1.0] * 4):  # of this rank; the mean is higher by 1
         run.step(loss)
     warning = capsys.readouterr().out
     assert "iteration 2, 3: " in warning
