@@ -398,6 +398,14 @@ def test_an_evaluation_weights_every_token_of_all_ranks_equally() -> None:
             assert loss == (expected, None)
 
 
+def test_a_bad_step_is_repeated_with_the_samples_of_the_next_rank() -> None:
+    reader, mesh = Reader(), dataclasses.replace(Mesh.single(), dp=Group((0, 1), 1, None))
+    data = Datasets(train=Numbers(0), progress=MagicMock())
+    trainer = make_trainer(cast(Any, reader), MagicMock(spec=Logger), data=data, mesh=mesh)
+    read = [first_samples(trainer.rerun.batches_of(12, shift), 2) for shift in (0, 1)]
+    assert read == [[14, 18], [12, 16]]
+
+
 def test_bits_per_byte_are_those_of_the_counted_tokens_of_all_ranks() -> None:
     """Claim (parallel): evaluations log the bits per byte of the counted tokens of all ranks"""
     rows = torch.tensor([[0, 1, 2, 3]])
