@@ -112,11 +112,17 @@ def check_gradients(checker: Checker, module: nn.Module) -> None:
         if parameter.grad is None:
             continue
         held = parameter_types(parameter, name, checker.axes)
+        is_expert = expert_group(parameter) is not None and not parameter.allreduce  # type: ignore[attr-defined]
+        if "tp" in held and not getattr(parameter, "tensor_model_parallel", False):
+            used = checker.used.get(id(parameter), "parameters")
+            raise TypesError(
+                f"{used}: {name} is varying on the tp axis, but the engine is not told"
+            )
         for axis in checker.axes.names:
             kind = checker.type_of(parameter.grad, axis).kind
             if axis == "pp" or kind is None:
                 continue
-            is_summed = axis in ("edp", "sp") or (axis == "ep" and not expert_group(parameter))
+            is_summed = axis in ("edp", "sp") or (axis == "ep" and not is_expert)
             if is_summed and axis in held:
                 used = checker.used.get(id(parameter), "parameters")
                 text = f"the engine sums the gradient of {name} over the {axis} axis"

@@ -64,8 +64,9 @@ def in_copy(copy: Path, runs: Sequence[RunLayout]) -> str:
                 del sys.modules[name]
             sys.path.insert(0, str(copy))
             cases = importlib.import_module("tests.typed.cases")
-            for run in runs:
-                cases.check(run, *cases.WORLDS[0])
+            further = cases.FURTHER.values()
+            for run, model in [*further, *((run, {}) for run in runs)]:
+                cases.check(run, *cases.WORLDS[0], **model)
         except Exception as error:
             message = f"{type(error).__name__}: {error}".splitlines()[0]
         finally:

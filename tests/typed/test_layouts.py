@@ -24,3 +24,11 @@ def test_a_layout_has_the_declared_types(name: str, world: int, size: int) -> No
     tensors of a forward and a backward pass lie on the ranks as declared, and every parameter's
     gradient is complete but for what the engine sums."""
     cases.check(RUNS[name], world, size)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("world", "size"), cases.WORLDS)
+@pytest.mark.parametrize("name", cases.FURTHER)
+def test_further_parts_have_the_declared_types(name: str, world: int, size: int) -> None:
+    run, model = cases.FURTHER[name]
+    cases.check(run, world, size, **model)

@@ -217,7 +217,7 @@ def test_backward_passes_written_by_hand_are_checked_against_the_forward_passes(
 LAYOUTS: dict[str, dict[str, str]] = {
     "tensor and sequence": {"tp": support_matrix.MANY, "sequence": "on", "model": "llama"},
     "tensor and Ulysses": {"tp": support_matrix.MANY, "sp": support_matrix.MANY, "model": "gqa"},
-    "stages and experts": {"pp": support_matrix.MANY, "experts": "distributed", "model": "learned"},
+    "stages and experts": {"pp": support_matrix.MANY, "experts": "distributed"},
 }
 
 
@@ -226,6 +226,4 @@ def test_the_model_lies_on_the_ranks_as_declared(layout: dict[str, str]) -> None
     pytest.importorskip("spmd_types", reason="needs spmd_types")
     from tests.typed import cases
 
-    run = {name: axis.default for name, axis in support_matrix.AXES.items()}
-    extra = {"world": "4", "accumulation": "1", "dropout": "off"}
-    cases.check({**run, **extra, **layout}, *cases.WORLDS[0])
+    cases.check(cases.layout(**layout), *cases.WORLDS[0])
