@@ -41,8 +41,8 @@ def settings(base: Settings) -> Settings:
 def test_what_is_measured_changes_nothing(
     launcher: Launcher, settings: Settings, tmp_path: Path
 ) -> None:
-    """Claim (logging): a profile, times and norms change no bit of the losses, and a resumed run
-    continues them
+    """Claim (logging): a profile, times, norms and records of steps change no bit of the losses, and
+    a resumed run continues them
 
     Claim (logging): so does `--metrics-csv`, whose columns are the metrics
 
@@ -62,6 +62,7 @@ def test_what_is_measured_changes_nothing(
         "profile_ranks": (1,),
         "log_num_zeros_in_grad": True,
         "log_layer_norms_interval": 2,
+        "record_every": 2,
         "timing_log_level": 2,
     }
     first = launcher.start({**measured, "exit_interval": EXIT}, ranks=2).succeed()
