@@ -41,7 +41,7 @@ def settings(base: Settings) -> Settings:
 def test_what_is_measured_changes_nothing(
     launcher: Launcher, settings: Settings, tmp_path: Path
 ) -> None:
-    """Claim (logging): a profile, times, norms and records of steps change no bit of the losses, and
+    """Claim (logging): a profile, times, norms and step records change no bit of the losses, and
     a resumed run continues them
 
     Claim (logging): so does `--metrics-csv`, whose columns are the metrics
