@@ -37,6 +37,7 @@ def test_an_exhibit_is_complete(exhibit: Exhibit) -> None:
     assert exhibit.program.exists() == bool(exhibit.versions) != bool(exhibit.not_run)
     results = run.read_results().get(exhibit.name, {})
     assert results.keys() == set(exhibit.versions)
+    assert all(result["seconds"] <= run.SECONDS for result in results.values())
     if exhibit.versions:
         assert "shown" in {result["outcome"] for result in results.values()}
 
