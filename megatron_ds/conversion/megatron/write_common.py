@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.folders.output_folder import output_folder
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.config.problems import Problem, raise_if_any, user_error, warn_of
 from megatron_ds.conversion.megatron.arguments import lacking_parts, model_arguments
 from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.megatron.names import legacy_name
@@ -29,6 +29,8 @@ RELEASE = "release"
 FUSED, TORCH = "fused", "torch"
 """Implementations of Adam: of Transformer Engine or apex, and torch's AdamW, which Megatron takes
 without these."""
+DECAY_STYLES = "constant", "linear", "cosine", "inverse-square-root", "WSD"
+"""Megatron's values of --lr-decay-style, which mean the same here."""
 TORCH_GROUP = {
     **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False),
     **dict.fromkeys(("foreach", "fused"), None),
@@ -96,6 +98,9 @@ def common_state(
         info["softmax_vocab_size"] = source.rows  # of this program alone
         if training.scheduler:
             state["opt_param_scheduler"] = dict(training.scheduler)
+            if (style := training.scheduler["lr_decay_style"]) not in DECAY_STYLES:
+                known = ", ".join(DECAY_STYLES)
+                warn_of(Problem("megatron-lacks-decay-style", style=style, known=known))
     return {"args": Namespace(**args), **state}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ds.config.problems import ProblemWarning
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
@@ -84,6 +86,21 @@ def test_states_of_parts_of_megatron_core_are_not_written(write: Any, tmp_path: 
     source = dataclasses.replace(random_source(config), **random_training(config))
     with raises_problem("megatron-export-states"):
         write(source, tmp_path / "out")
+
+
+def test_a_schedule_that_megatron_lacks_is_warned_of(tmp_path: Path) -> None:
+    config = model()
+    training = random_training(config)
+    for style, expected in (("cosine", []), ("piecewise", ["megatron-lacks-decay-style"])):
+        scheduler = training["run"].scheduler | {"lr_decay_style": style}
+        run = dataclasses.replace(training["run"], scheduler=scheduler)
+        source = dataclasses.replace(random_source(config), **training | {"run": run})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            write_torch_dist(source, tmp_path / style, WriteOptions())
+        issued = [entry.message for entry in caught]
+        codes = [one.args[0].code for one in issued if isinstance(one, ProblemWarning)]
+        assert codes == expected
 
 
 def gpt2_weights(path: Path) -> dict[str, Tensor]:
