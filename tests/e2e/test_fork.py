@@ -14,6 +14,7 @@ import yaml
 from megatron_ds.checkpoint.metadata import read_run
 from tests.e2e.runs import Launcher, Settings, checkpoint_differences, steps
 from tests.problems import printed_codes
+from tools import data_usage
 from tools import fork as tool
 
 FORKED, DECAY = 4, 3
@@ -59,6 +60,12 @@ def test_a_fork_equals_the_run_with_its_schedule_from_the_start(
     assert settings.keys().isdisjoint({"train-iters", "lr-wsd-decay-iters", "metrics-csv"})
     cosine = run_tool(tool, *start, "--save", tmp_path / "cos", "--lr-decay-style", "cosine")
     assert printed_codes(cosine.err) == ["fork-rates-differ"]
+    left_out = tmp_path / "out.txt"
+    left_out.write_text("tokens:3")
+    start_without = (run, "--step", FORKED, "--exclude", left_out, "--save", tmp_path / "without")
+    assert "fork.yaml" in run_tool(data_usage, *start_without).out
+    settings = yaml.safe_load((tmp_path / "without" / "fork.yaml").read_text())
+    assert settings["exclude-documents"] == str(left_out)
     with monkeypatch.context() as patch:  # as across file systems
         patch.setattr(os, "link", lambda *paths: os.open(os.devnull, os.O_DIRECTORY))
         run_tool(tool, *start, "--save", tmp_path / "far", *flags)
