@@ -221,12 +221,12 @@ class LazyRemainingIndexes:
         }
 
     def _build(self) -> Arrays:
+        unread = self.before.load().shuffle[self.read :]
         if self.excluded is not None:
-            samples = self.before.load().shuffle[self.read :]
-            return samples_without(self.before.dataset(0), samples, self.excluded)
+            return samples_without(self.before.dataset(0), unread, self.excluded)
         shuffle = np.arange(len(self), dtype=shuffle_dtype(len(self)))
         np.random.RandomState(self.seed).shuffle(shuffle)
-        return {"unread": np.sort(self.before.load().shuffle[self.read :]), "shuffle": shuffle}
+        return {"unread": np.sort(unread), "shuffle": shuffle}
 
 
 LazyIndexes = LazySampleIndexes | LazyRemainingIndexes
