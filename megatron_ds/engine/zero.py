@@ -32,7 +32,7 @@ from megatron_ds.engine.deepspeed.patches import experts_saved_by_caller, litera
 from megatron_ds.engine.deepspeed.tensor_files import LARGEST
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.measures import StepMeasures
-from megatron_ds.engine.norms import norm_of
+from megatron_ds.engine.norms import is_counted, norm_of
 from megatron_ds.engine.optimizers.param_groups import keep_settings_on_load, reused_states
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.pipeline import PipelinePasses
@@ -121,18 +121,21 @@ class ZeroEngine:
         canonical names and unsynchronized tensors.
 
         Args:
-            is_wrong: Replace the first gradient by one that is not finite.
+            is_wrong: Replace the first gradient that this rank counts by one that is not finite.
         """
         norms: list[tuple[str, Tensor]] = []
 
-        def record(name: str, gradient: Tensor) -> Tensor | None:
-            wrong = gradient * math.nan if is_wrong and not norms else None
+        def record(name: str, counts: bool, gradient: Tensor) -> Tensor | None:
+            nonlocal is_wrong
+            wrong = gradient * math.nan if is_wrong and counts else None
+            is_wrong = is_wrong and not counts
             norms.append((name, norm_of(gradient if wrong is None else wrong)))
             return wrong
 
         with ExitStack() as hooks:
             for name, parameter in self._steps.norms.parameters:
-                hooks.callback(parameter.register_hook(partial(record, name)).remove)
+                hook = partial(record, name, is_counted(parameter, self._mesh))
+                hooks.callback(parameter.register_hook(hook).remove)
             yield norms
 
     @property

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepResult
 from megatron_ds.training.skipped_steps import SkippedSteps
 
@@ -21,7 +22,8 @@ SKIPPED = StepResult(1.0, math.inf, skipped=True)
 
 def skips(module: nn.Module | None = None, **options: Any) -> SkippedSteps:
     named = () if module is None else tuple(module.named_parameters())
-    steps: Any = SimpleNamespace(_steps=SimpleNamespace(norms=SimpleNamespace(parameters=named)))
+    norms = SimpleNamespace(parameters=named)
+    steps: Any = SimpleNamespace(_steps=SimpleNamespace(norms=norms), _mesh=Mesh.single())
     engine: Any = SimpleNamespace(watch_gradients=lambda: ZeroEngine.watch_gradients(steps))
     return SkippedSteps(PrecisionConfig(**options), cast(Any, engine))
 
