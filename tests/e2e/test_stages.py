@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_ds.data.gpt_dataset import END_MARK
 from tests.e2e.conftest import write_corpus
 from tests.e2e.runs import Launcher, Settings, checkpoint_differences, steps
 from tests.tables import tables
@@ -42,20 +43,26 @@ def printed_tokens(run: Path, last: int) -> dict[int, list[int]]:
 
 
 def recorded_tokens(run: Path) -> dict[int, list[int]]:
-    """The tokens of the samples that the model of a run has read."""
+    """The tokens of the samples that the model of a run has read; some tokens have marks."""
     lines = map(json.loads, (run / RECORD).read_text().splitlines())
-    return {first + index: row for first, _, rows in lines for index, row in enumerate(rows)}
+    samples = {first + index: row for first, _, rows in lines for index, row in enumerate(rows)}
+    assert any(token >= END_MARK for row in samples.values() for token in row)
+    return {position: [token & ~END_MARK for token in row] for position, row in samples.items()}
 
 
 @pytest.fixture(scope="module")
 def staged(base: Settings, corpus: Path, tmp_path_factory: Factory) -> Settings:
-    """Settings of a run with three stages, the second of which has a blend."""
+    """Settings of a run with three stages, the second of which has a blend.
+
+    Tokens attend to their document alone, which ends where the .idx file ends it.
+    """
     folder = tmp_path_factory.mktemp("stages")
     other = write_corpus(folder / "other", 100, seed=1, step=-1)
     blend = {"data-path": ["0.3", str(corpus), "0.7", str(other)]}
     path = folder / "stages.yaml"
     path.write_text(yaml.safe_dump({"stages": [STAGES[0], STAGES[1] | blend, STAGES[2]]}))
-    settings = {**base, "global_batch_size": 4, "save_interval": 1}
+    documents = {"reset_attention_mask": True, "document_boundaries": "idx"}
+    settings = {**base, **documents, "global_batch_size": 4, "save_interval": 1}
     return {**settings, "position_embedding_type": "rope", "attention_dropout": 0.0, "config": path}
 
 
