@@ -98,7 +98,8 @@ def common_state(
         info["softmax_vocab_size"] = source.rows  # of this program alone
         if training.scheduler:
             state["opt_param_scheduler"] = dict(training.scheduler)
-            if (style := training.scheduler["lr_decay_style"]) not in DECAY_STYLES:
+            style = training.scheduler.get("lr_decay_style")  # Megatron's own files may lack it
+            if style and style not in DECAY_STYLES:
                 known = ", ".join(DECAY_STYLES)
                 warn_of(Problem("megatron-lacks-decay-style", style=style, known=known))
     return {"args": Namespace(**args), **state}
