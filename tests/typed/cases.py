@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_ds.config import Config, support_matrix
 from tests.dist.layouts import RunLayout, configure
+from tests.tables import tables
 from tests.typed.runs import check_stage, fake_mesh
 
 SHAPE: dict[str, Any] = {
@@ -20,13 +22,13 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def config_of(run: RunLayout, size: int, **model: Any) -> Config:
+def config_of(run: RunLayout, size: int, **changes: Mapping[str, Any]) -> Config:
     """The configuration of a layout, in which each axis with several ranks has `size`.
 
     Args:
         run: The layout.
         size: Ranks of each axis with several.
-        model: Further options of the model.
+        changes: Further options by their group.
     """
     config, problems = configure(run)
     assert not problems
@@ -53,12 +55,14 @@ def config_of(run: RunLayout, size: int, **model: Any) -> Config:
     moe = {}
     if config.moe.is_used:
         moe = {"num_experts": (3 * size * size,), "moe_ffn_hidden_size": 8 * size}
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, **shape, **model),
-        parallel=dataclasses.replace(config.parallel, **parallel),
-        moe=dataclasses.replace(config.moe, **moe),
-    )
+    if changes.get("parallel", {}).get("expert_tensor_parallel_size") == 1:
+        parallel["expert_model_parallel_size"] = size * size  # with the tensor-parallel ranks
+    groups: dict[str, dict[str, Any]] = {"model": shape, "parallel": parallel, "moe": moe}
+    changed = {
+        name: dataclasses.replace(getattr(config, name), **values | changes.get(name, {}))
+        for name, values in groups.items()
+    }
+    return dataclasses.replace(config, **changed)
 
 
 WORLDS = ((8, 2), (1024, 4), (4096, 4))
@@ -78,24 +82,44 @@ def layout(**values: str) -> RunLayout:
     }
 
 
-TENSOR = {"tp": support_matrix.MANY}
-FURTHER: dict[str, tuple[RunLayout, dict[str, Any]]] = {
-    "norms of heads": (layout(**TENSOR), {"qk_layernorm": True}),
-    "norms of heads, sequence parallel": (
-        layout(**TENSOR, sequence="on"),
-        {"qk_layernorm": True},
-    ),
-}
-"""Parts of the model that the covering array lacks, with their options."""
+TABLES = tables(__file__)
+LAYOUTS: dict[str, dict[str, str]] = TABLES["layouts"]
+PARTS: dict[str, dict[str, Any]] = TABLES["parts"]
+ALL = "all, sequence"
+"""Most of the parts, together."""
 
 
-def check(run: RunLayout, world: int, size: int, **model: Any) -> None:
+def _further() -> dict[str, tuple[RunLayout, dict[str, Any]]]:
+    cases = {}
+    for part, table in PARTS.items():
+        changes = {group: values for group, values in table.items() if group != "layout"}
+        for name, values in LAYOUTS.items():
+            if "parallel" in changes and "sequence" not in values:
+                continue  # whole experts need sequence parallelism
+            cases[f"{part}, {name}"] = (layout(**values, **table.get("layout", {})), changes)
+    return cases
+
+
+FURTHER = _further()
+"""Parts of the model that the covering array lacks in each layout, with their options."""
+
+
+def check(run: RunLayout, world: int, size: int, **changes: Mapping[str, Any]) -> None:
     """Check the passes of a layout's stages: the first, the last and one between them.
+
+    Args:
+        run: The layout.
+        world: Number of ranks.
+        size: Those of each axis with several.
+        changes: Further options by their group.
 
     Raises:
         TypesError: A tensor does not lie on the ranks as it must.
     """
-    config = config_of(run, size, **model)
+    config = config_of(run, size, **changes)
+    model, has_experts = config.model, config.moe.is_used
+    assert not list(model.problems(config.parallel.tensor_model_parallel_size))
+    assert not list(config.parallel.problems(world, model.num_layers, has_experts=has_experts))
     sizes = {name.removesuffix("_size"): size for name, size in config.axis_sizes.items()}
     stages = sizes["pp"]
     for stage in sorted({0, stages // 2, stages - 1}):

@@ -95,7 +95,7 @@ class Operator:
     name: str
     types: Mapping[str, Signature]
     """By axis, or "group" for that of the group it is called with; those with sequence parallelism
-    have ", sequence" behind it."""
+    have ", sequence" behind it, those with whole experts ", whole"."""
     backward: Mapping[str, str]
     is_local: bool
     is_in_place: bool
@@ -106,9 +106,11 @@ class Operator:
         is_split = checker.axes.mesh.tp.sequence_parallel
         if group is not None and self.has_group:
             is_split = group.sequence_parallel
+        conditions = {"whole": checker.axes.mesh.has_whole_experts, "sequence": is_split}
         for key, signature in self.types.items():
             axis, _, condition = key.partition(", ")
-            if condition != ("sequence" if is_split and f"{axis}, sequence" in self.types else ""):
+            held = [name for name, holds in conditions.items() if holds]
+            if condition != next((c for c in held if f"{axis}, {c}" in self.types), ""):
                 continue
             names = AXES.get(axis, ())
             if axis == "group":

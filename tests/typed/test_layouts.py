@@ -30,5 +30,8 @@ def test_a_layout_has_the_declared_types(name: str, world: int, size: int) -> No
 @pytest.mark.parametrize(("world", "size"), cases.WORLDS)
 @pytest.mark.parametrize("name", cases.FURTHER)
 def test_further_parts_have_the_declared_types(name: str, world: int, size: int) -> None:
-    run, model = cases.FURTHER[name]
-    cases.check(run, world, size, **model)
+    """Claim (parallel): So do the tensors of latent attention, attention sinks, gates, norms of
+    heads, multi-token prediction, and experts that are shared, latent, or whole on tensor-parallel
+    ranks, with tensor and sequence parallelism and DeepSpeed-Ulysses."""
+    run, changes = cases.FURTHER[name]
+    cases.check(run, world, size, **changes)

@@ -218,6 +218,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "tensor and sequence": {"tp": support_matrix.MANY, "sequence": "on", "model": "llama"},
     "tensor and Ulysses": {"tp": support_matrix.MANY, "sp": support_matrix.MANY, "model": "gqa"},
     "stages and experts": {"pp": support_matrix.MANY, "experts": "distributed"},
+    "latent attention, prediction and whole experts": {},
 }
 
 
@@ -226,4 +227,5 @@ def test_the_model_lies_on_the_ranks_as_declared(layout: dict[str, str]) -> None
     pytest.importorskip("spmd_types", reason="needs spmd_types")
     from tests.typed import cases
 
-    cases.check(cases.layout(**layout), *cases.WORLDS[0])
+    run, changes = (cases.layout(**layout), {}) if layout else cases.FURTHER[cases.ALL]
+    cases.check(run, *cases.WORLDS[0], **changes)
