@@ -85,8 +85,8 @@ def layout(**values: str) -> RunLayout:
 TABLES = tables(__file__)
 LAYOUTS: dict[str, dict[str, str]] = TABLES["layouts"]
 PARTS: dict[str, dict[str, Any]] = TABLES["parts"]
-ALL = "all, sequence"
-"""Most of the parts, together."""
+ALL = "all, stages"
+"""Most of the parts together, on the stages of a pipeline."""
 
 
 def _further() -> dict[str, tuple[RunLayout, dict[str, Any]]]:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from spmd_types import P, R, V
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_ds.parallel.mesh import Mesh
 from tests.typed.lattice import (
@@ -309,7 +308,13 @@ def _key(tensor: Tensor) -> Key:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
 
 
 def _is_shown(file: str) -> bool:

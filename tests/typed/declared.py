@@ -124,6 +124,7 @@ class Operator:
         return any(key.startswith("group") for key in self.types)
 
 
+@functools.cache
 def operators() -> dict[str, Operator]:
     loaded = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return {name: _operator(name, entry) for name, entry in loaded.items()}
@@ -225,6 +226,7 @@ def wrapped(operator: Operator, function: Callable[..., Any], checker: Checker, 
     return run
 
 
+@functools.cache
 def line_of(function: Any) -> str:
     """File and line of a function's definition."""
     try:
@@ -238,9 +240,10 @@ def line_of(function: Any) -> str:
 @contextmanager
 def enforced(checker: Checker) -> Iterator[None]:
     """Within it, each call of a declared operator is checked."""
+    resolved = [(operator, *resolve(operator.name)) for operator in operators().values()]
+    modules = [module for name, module in sys.modules.items() if re.match(r"megatron_ds\b", name)]
     with ExitStack() as stack:
-        for operator in operators().values():
-            owner, attribute, target = resolve(operator.name)
+        for operator, owner, attribute, target in resolved:
             if isinstance(target, type) and issubclass(target, torch.autograd.Function):
                 signature = inspect.signature(target.forward)
                 parameters = list(signature.parameters.values())[1:]
@@ -254,7 +257,7 @@ def enforced(checker: Checker) -> Iterator[None]:
             if isinstance(owner, type):
                 stack.enter_context(mock.patch.object(owner, attribute, run))
                 continue
-            for module in [m for n, m in sys.modules.items() if re.match(r"megatron_ds\b", n)]:
+            for module in modules:
                 if vars(module).get(attribute) is target:
                     stack.enter_context(mock.patch.object(module, attribute, run))
         yield

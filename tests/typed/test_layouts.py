@@ -30,8 +30,9 @@ def test_a_layout_has_the_declared_types(name: str, world: int, size: int) -> No
 @pytest.mark.parametrize(("world", "size"), cases.WORLDS)
 @pytest.mark.parametrize("name", cases.FURTHER)
 def test_further_parts_have_the_declared_types(name: str, world: int, size: int) -> None:
-    """Claim (parallel): So do the tensors of latent attention, attention sinks, gates, norms of
-    heads, multi-token prediction, and experts that are shared, latent, or whole on tensor-parallel
-    ranks, with tensor and sequence parallelism and DeepSpeed-Ulysses."""
+    """Claim (parallel): The tensors of latent attention, attention sinks, gates, norms of heads,
+    multi-token prediction, and experts that are shared, latent, or whole on tensor-parallel ranks
+    lie on the ranks as declared, with tensor and sequence parallelism, DeepSpeed-Ulysses and
+    stages, on 8, 1,024 and 4,096 ranks."""
     run, changes = cases.FURTHER[name]
     cases.check(run, world, size, **changes)

@@ -214,11 +214,37 @@ def test_backward_passes_written_by_hand_are_checked_against_the_forward_passes(
     assert "the gradient of scale is partial" in message
 
 
+@pytest.mark.parametrize(
+    ("mistake", "part", "weight"),
+    [
+        (
+            mock.patch("megatron_ds.model.spec.latent.SEQUENCE", Partial.NEVER),
+            "latent attention",
+            "attention.q_down.weight",
+        ),
+        (
+            mock.patch("megatron_ds.model.moe.replace", lambda weight, **_: weight),
+            "whole experts",
+            "mlp.latent_in.weight",
+        ),
+    ],
+)
+def test_a_part_of_the_model_without_its_reduction_is_reported(
+    mistake: Any, part: str, weight: str
+) -> None:
+    pytest.importorskip("spmd_types", reason="needs spmd_types")
+    from tests.typed import cases
+    from tests.typed.checker import TypesError
+
+    run, changes = cases.FURTHER[f"{part}, sequence"]
+    with mistake, pytest.raises(TypesError, match=f"{weight} is partial on the tp axis"):
+        cases.check(run, *cases.WORLDS[0], **changes)
+
+
 LAYOUTS: dict[str, dict[str, str]] = {
     "tensor and sequence": {"tp": support_matrix.MANY, "sequence": "on", "model": "llama"},
     "tensor and Ulysses": {"tp": support_matrix.MANY, "sp": support_matrix.MANY, "model": "gqa"},
-    "stages and experts": {"pp": support_matrix.MANY, "experts": "distributed"},
-    "latent attention, prediction and whole experts": {},
+    "stages, whole experts, latent attention and prediction": {},
 }
 
 
