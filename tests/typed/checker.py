@@ -91,6 +91,8 @@ class Checker(TorchDispatchMode):
         self.axes = axes
         self.local = 0
         """Depth of functions that compute with parts of sharded dimensions."""
+        self.means = 0
+        """Depth of functions that compute a mean over ranks, whatever they have."""
         self.parameters: dict[int, str] = {}
         """Names by identity."""
         self.used: dict[int, str] = {}
@@ -227,7 +229,7 @@ class Checker(TorchDispatchMode):
 
     def _check_sent(self, operation: str, tensor: Tensor, axis: str) -> None:
         kind = self.type_of(tensor, axis).kind
-        if not tensor.is_floating_point() or kind is None or operation not in SENT:
+        if not tensor.is_floating_point() or kind is None or operation not in SENT or self.means:
             return
         what, wanted = SENT[operation]
         if kind is not wanted and not (wanted is P and kind is V and self.local):

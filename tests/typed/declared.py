@@ -99,6 +99,7 @@ class Operator:
     backward: Mapping[str, str]
     is_local: bool
     is_in_place: bool
+    is_mean: bool
 
     def signatures(self, group: Group | None, checker: Checker) -> list[tuple[str, Signature]]:
         """The axes that a call concerns, with the types."""
@@ -131,7 +132,7 @@ def operators() -> dict[str, Operator]:
 
 
 def _operator(name: str, entry: dict[str, Any]) -> Operator:
-    is_local, is_in_place = (bool(entry.pop(key, False)) for key in ("local", "in_place"))
+    flags = [bool(entry.pop(key, False)) for key in ("local", "in_place", "mean")]
     backward = {
         key.removesuffix(", backward"): entry.pop(key) for key in list(entry) if "backward" in key
     }
@@ -139,8 +140,7 @@ def _operator(name: str, entry: dict[str, Any]) -> Operator:
         name,
         {key: Signature.parse(text) for key, text in entry.items()},
         backward,
-        is_local,
-        is_in_place,
+        *flags,
     )
 
 
@@ -210,10 +210,12 @@ def wrapped(operator: Operator, function: Callable[..., Any], checker: Checker, 
                 else:
                     values[name] = checked(checker, value, types, what, line)
         checker.local += operator.is_local
+        checker.means += operator.is_mean
         try:
             result = function(*bound.args, **bound.kwargs)
         finally:
             checker.local -= operator.is_local
+            checker.means -= operator.is_mean
         results = list(result) if isinstance(result, tuple) else [result]
         for at, value in enumerate(results):
             types = [(axis, each.results[at]) for axis, each in found if at < len(each.results)]
