@@ -6,12 +6,10 @@ if __name__ == "__main__":
     import start_tool
 
 import dataclasses
-import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import numpy as np
 
 from megatron_ds import cli, schedules
 from megatron_ds.checkpoint.compatibility import config_of
-from megatron_ds.checkpoint.lineage import PARENT
+from megatron_ds.checkpoint.lineage import parent_of
 from megatron_ds.checkpoint.location import Location, RunFolders
 from megatron_ds.cli.inspection import Inspection
 from megatron_ds.config import Config
@@ -234,9 +232,7 @@ def _starts(folder: Path, before: float = float("inf")) -> list[dict[str, Any]]:
             starts = [one for one in starts if one["iteration"] < event["iteration"]] + [event]
     if not starts or not (first := starts[0]["iteration"]):
         return starts
-    parent = starts[0]["config"]["checkpoint"]["load"]
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        parent = json.loads((folder / PARENT).read_bytes())["run"]
+    parent, _ = parent_of(folder) or (starts[0]["config"]["checkpoint"]["load"], first)
     if not parent or not Path(parent).is_dir() or os.path.samefile(parent, folder):
         return starts
     earlier = _starts(Path(parent), starts[0]["time"])

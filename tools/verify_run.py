@@ -20,10 +20,11 @@ from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.options.checkpoint import missing_folder
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_config.fields import field_value
+from megatron_ds.launch.ranks.rank_variables import RANK_VARIABLES
 from megatron_ds.training.verification import verify
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)

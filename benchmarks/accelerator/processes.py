@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from megatron_ds.data.token_files.indexed_writer import pair_writer
+from megatron_ds.launch.ranks.rank_variables import RANK_VARIABLES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 """Variables of this process's own process group."""
 TAIL = 3000
 """Characters of the output of a failed program that are kept."""

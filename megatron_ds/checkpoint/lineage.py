@@ -16,12 +16,19 @@ PARENT = "parent.json"
 """File in the folder of a fork: the run and the iteration from which it starts."""
 
 
+def parent_of(folder: Path) -> tuple[str, int] | None:
+    """The run and the iteration from which a fork starts; None if a folder has none."""
+    try:
+        parent = json.loads((folder / PARENT).read_bytes())
+        return parent["run"], parent["iteration"]
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+
+
 def starts_fork(folder: Path, iteration: int) -> bool:
     """Whether a run that continues in a folder from an iteration is a fork of another run."""
-    try:
-        return bool(json.loads((folder / PARENT).read_bytes())["iteration"] == iteration)
-    except (OSError, ValueError, TypeError, LookupError):
-        return False
+    parent = parent_of(folder)
+    return parent is not None and parent[1] == iteration
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ds.inference.generation.sampling import check_finite
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 
 Item = TypeVar("Item")
@@ -115,8 +116,7 @@ class Scorer:
                 values = work([items[index] for index in batch or order[:1]])
                 results |= zip(batch, values, strict=bool(batch))
         if size > 1:
-            parts: list[dict[int, Result]] = [{} for _ in range(size)]
-            dist.all_gather_object(parts, results, group=self.mesh.dp.handle)
+            parts = gather_objects(results, self.mesh.dp)
             results = {index: result for part in parts for index, result in part.items()}
         return [results[index] for index in range(len(items))]
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.checkpoint.lineage import PARENT
+from megatron_ds.checkpoint.lineage import parent_of
 from megatron_ds.checkpoint.metadata import RUN, iteration_of, list_checkpoints
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, user_error
@@ -330,9 +330,8 @@ class RunReader:
     def _read_folder(self) -> None:
         """Checkpoints, and settings and ranks where no event has them."""
         history, paths = self.history, list_checkpoints(self.folder)
-        with suppress(OSError, ValueError, LookupError, TypeError):  # not a fork
-            parent = json.loads((self.folder / PARENT).read_bytes())
-            history.parent = f"{parent['run']} at {parent['iteration']}"
+        if parent := parent_of(self.folder):
+            history.parent = "{} at {}".format(*parent)
         saved = {int(record["iteration"]) for record in history.of("checkpoint")}
         saved |= {iteration_of(path) for path in paths}
         history.checkpoints = sorted(step for step in saved if step <= self._until)

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ds.engine.deepspeed.patches import replaced
@@ -26,6 +25,7 @@ from megatron_ds.engine.norms import sum_of_squares
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.model.block import Block
 from megatron_ds.model.gpt import EMBEDDING
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import MicroBatchSeed, RngStreams
 from megatron_ds.train_state import StepResult
@@ -74,9 +74,7 @@ class StepRecorder:
     def record(self, result: StepResult) -> dict[str, Any]:
         """The record of the step, but for the norms of weights and gradients. Collective."""
         layers = {name: float(value) for name, value in self._squares.items()}
-        values = float(result.loss), self._samples, self._states, layers
-        ranks = [values] * self._mesh.world_size
-        dist.all_gather_object(ranks, values)
+        ranks = gather_objects((float(result.loss), self._samples, self._states, layers))
         losses, samples, states, squares = zip(*ranks, strict=True)
         by_layer: dict[str, list[bytes]] = {}
         for (name, _), state in sorted(dict(ChainMap(*states)).items()):
