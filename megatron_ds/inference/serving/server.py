@@ -107,7 +107,7 @@ class TextServer:
         """
         self._scheduler, self._apis, self._log, self._options = scheduler, apis, log, options
         self._metrics = ServerMetrics(scheduler)
-        # A thread, so that long prompts take no time from other requests.
+        # In threads, so that long prompts take no time from other requests.
         self._reader = WorkerThread()
         self._read_s = min(BODY_TIMEOUT_S, options.timeout)
         self._held_bytes = 0
@@ -138,6 +138,7 @@ class TextServer:
 
         Raises:
             TpGroupBroken: If the ranks are out of step.
+            RuntimeError: If HTTP ends without a signal.
         """
         config = uvicorn.Config(
             self.app, http="h11", ws="none", log_level="warning", lifespan="off"
@@ -145,21 +146,33 @@ class TextServer:
         config.timeout_keep_alive = KEEP_ALIVE_S
         config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
         server = _Server(config)
+        ends: list[BaseException | None] = []
         with server.stopping(self._scheduler.stop):
             # The model stays in the main thread: a second thread would have threads of its own
             # for matrix products, and they would wait for each other.
-            serving = threading.Thread(target=self._serve, args=(server, listener), name="http")
+            serving = threading.Thread(
+                target=self._serve, args=(server, listener, ends), name="http"
+            )
             serving.start()
             try:
                 self._scheduler.run()
             finally:
-                server.should_exit = True
+                was_stopped, server.should_exit = server.should_exit, True
                 serving.join()
+        if ends[0] is not None or not was_stopped:
+            raise RuntimeError("the HTTP server has ended by itself") from ends[0]
 
-    def _serve(self, server: uvicorn.Server, listener: socket.socket) -> None:
+    def _serve(
+        self, server: uvicorn.Server, listener: socket.socket, ends: list[BaseException | None]
+    ) -> None:
+        """Runs HTTP in its thread, and adds to `ends` the exception that has ended it."""
+        error: BaseException | None = None
         try:
             server.run(sockets=[listener])
+        except BaseException as raised:  # SystemExit, too, which would end the thread silently
+            error = raised
         finally:
+            ends.append(error)
             self._scheduler.stop()
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
@@ -201,6 +214,8 @@ class TextServer:
             codes = [entry.code for entry in problem.problems]
             status = 404 if "model-not-served" in codes else 400
             return error("; ".join(map(str, problem.problems)), status, codes)
+        except Exception as problem:
+            return error(*self._explain(problem))
         deadline = loop.time() + self._options.timeout
         events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -343,10 +358,13 @@ class TextServer:
             )
 
     async def _health(self) -> Response:
-        stalled = self._scheduler.step_s > STALL_S
-        status = f"a step takes longer than {STALL_S:.0f} s" if stalled else "ok"
+        status = "ok"
+        if self._scheduler.step_s > STALL_S:
+            status = f"a step takes longer than {STALL_S:.0f} s"
+        elif self._reader.is_stuck:
+            status = "no request can be read, because earlier ones are still being read"
         content = {"status": status, "requests": self._scheduler.jobs}
-        return JSONResponse(content, 503 if stalled else 200)
+        return JSONResponse(content, 200 if status == "ok" else 503)
 
     async def _show_metrics(self) -> Response:
         return Response(self._metrics.text(), media_type=self._metrics.content_type)
@@ -378,8 +396,8 @@ class _Server(uvicorn.Server):
                 if data[0] in numbers:
                     if not self.should_exit:
                         limit.start()
-                    stop()
                     self.handle_exit(data[0], None)
+                    stop()
 
         numbers = (signal.SIGTERM, signal.SIGINT)
         previous_fd = signal.set_wakeup_fd(sending.fileno())
