@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megatron_ds.conversion.source import SourceCheckpoint
     from megatron_ds.inference.serving.scheduler import Scheduler
     from megatron_ds.inference.serving.service import TextGenerationService
+    from megatron_ds.tokenizer.template_process import TemplateProcess
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 CURVE_POINTS = 300
@@ -158,6 +159,7 @@ def run(options: Options) -> None:
     end_with_launchers()
     source, config, tokenizer = open_checkpoint(options)
     max_length = max_sequence_length(config, options.inference_max_seq_length)
+    template = None if listener is None else start_template(tokenizer.folder)
     with loaded_model(options, source) as (model, _):
         service = TextGenerationService(model, tokenizer, max_length)
         # The last token of a text is never fed to the model.
@@ -174,7 +176,7 @@ def run(options: Options) -> None:
                 scheduler.run()
                 return
             info = describe(source, max_length, options.defaults)
-            serve(options, listener, scheduler, service, info, keys)
+            serve(options, listener, scheduler, service, info, keys, template)
             log_rank0("the server has stopped")
         except TpGroupBroken as error:
             problem = Problem("server-peer-lost", error=error)
@@ -189,6 +191,7 @@ def serve(
     service: TextGenerationService,
     info: dict[str, Any],
     keys: Collection[str],
+    template: TemplateProcess | None,
 ) -> None:
     """Serves on the first rank until a signal."""
     from megatron_ds.inference.serving.access import is_loopback
@@ -197,7 +200,6 @@ def serve(
     from megatron_ds.inference.serving.interfaces import Api
     from megatron_ds.inference.serving.megatron_api import MegatronApi
     from megatron_ds.inference.serving.server import ServerOptions, TextServer
-    from megatron_ds.tokenizer.chat_template import read_chat_template
 
     host, port = listener.getsockname()[:2]
     is_public = not is_loopback(host)
@@ -210,7 +212,6 @@ def serve(
     )
     checks_hosts = not is_public or options.allowed_hosts
     names = (options.host, *options.allowed_hosts) if checks_hosts else None
-    template = read_chat_template(service.tokenizer.folder)
     model_names = options.served_model_name or (info["name"],)
     completions = CompletionsApi(service, options.defaults, model_names, info.pop("saved"))
     apis: dict[str, Api] = {
@@ -223,6 +224,25 @@ def serve(
     documents |= {f"/v1/models/{entry['id']}": entry for entry in models["data"]}
     server_options = ServerOptions(names, options.allowed_origins, keys, options.request_timeout)
     TextServer(scheduler, apis, log_rank0, server_options, documents).run(listener)
+
+
+def start_template(folder: Path | None) -> TemplateProcess | None:
+    """The chat template of a tokenizer's folder, if it has one; warns if it renders nothing.
+
+    Raises:
+        UserError: If rendering a conversation takes too much time or memory.
+    """
+    from megatron_ds.tokenizer.chat_template import read_chat_template
+    from megatron_ds.tokenizer.template_process import TemplateProcess
+
+    template = read_chat_template(folder)
+    if template is None:
+        return None
+    process = TemplateProcess(template)
+    if (error := process.warning()) is not None:
+        for problem in error.problems:
+            log_rank0(f"WARNING: {problem.render()}")
+    return process
 
 
 def read_keys(file: str | None) -> list[str]:

@@ -18,6 +18,7 @@ from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, user_error
 
 PATH = "/api"
+STATE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,22 @@ class Options:
     def problems(self) -> Iterator[Problem]:
         if self.address and not re.search(r":\d+$", self.host_and_port):
             yield Problem("invalid-server-address", address=self.address)
+
+
+def check_responds(address: str) -> None:
+    """Asks for the server's state, which Megatron's server does not have: any status will do.
+
+    Raises:
+        UserError: If the server does not respond.
+    """
+    connection = http.client.HTTPConnection(address, timeout=STATE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+    except (OSError, http.client.HTTPException) as error:
+        raise user_error("server-not-responding", address=address, error=error) from None
+    finally:
+        connection.close()
 
 
 def ask(address: str, prompt: str, tokens: int) -> str:
@@ -67,6 +84,7 @@ def ask(address: str, prompt: str, tokens: int) -> str:
 
 
 def work(options: Options) -> None:
+    check_responds(options.host_and_port)  # before a prompt is typed
     while True:
         try:
             prompt = input("Enter prompt: ")

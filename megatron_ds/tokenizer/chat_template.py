@@ -1,8 +1,11 @@
-"""Conversations as text, by the chat template of a Hugging Face tokenizer."""
+"""Conversations as text, by the chat template of a Hugging Face tokenizer.
+
+A template of somebody else is rendered by `template_process`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from megatron_ds.config.checks import import_library
 from megatron_ds.tokenizer.base import library_errors, read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
+LIBRARY = "transformers.utils.chat_template_utils"
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
 
@@ -23,16 +27,22 @@ class ChatTemplate:
     """Special tokens by name, such as `bos_token`."""
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation up to the place where the answer begins.
+        """The conversation up to the place where the answer begins, without limits of any kind.
 
         Raises:
             UserError: If the template rejects the messages.
         """
-        library = import_library("transformers.utils.chat_template_utils", "a chat template")
+        library = import_library(LIBRARY, "a chat template")
         with library_errors("chat-template-failed"):
-            (text,), _ = library.render_jinja_template(
-                [messages], chat_template=self.source, add_generation_prompt=True, **self.tokens
-            )
+            return self.render_with(library.render_jinja_template, messages)
+
+    def render_with(
+        self, renderer: Callable[..., Any], messages: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """The same, by the function of the library. Raises what that raises."""
+        (text,), _ = renderer(
+            [messages], chat_template=self.source, add_generation_prompt=True, **self.tokens
+        )
         return str(text)
 
 

@@ -28,6 +28,7 @@ from megatron_ds.inference.serving.completions_api import (
 from megatron_ds.inference.serving.scheduler import Finished, NewToken
 from megatron_ds.inference.serving.service import GenerationJob
 from megatron_ds.tokenizer.chat_template import ChatTemplate
+from megatron_ds.tokenizer.template_process import TemplateProcess
 
 
 def _is_part(value: Any) -> bool:
@@ -69,7 +70,8 @@ class ChatApi:
     """Serves OpenAI's clients."""
 
     completions: CompletionsApi
-    template: ChatTemplate | None
+    template: ChatTemplate | TemplateProcess | None
+    """The latter for a template that may come from somebody else."""
 
     def read(self, body: bytes) -> CompletionJob:
         """

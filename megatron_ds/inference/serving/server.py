@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import signal
 import socket
 import threading
 import time
@@ -45,9 +44,8 @@ from megatron_ds.inference.serving.scheduler import (
 )
 from megatron_ds.inference.serving.server_metrics import ServerMetrics
 from megatron_ds.inference.serving.service import GenerationJob
+from megatron_ds.inference.serving.stop_signals import stopping
 from megatron_ds.inference.serving.worker_thread import WorkerThread
-from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.process.time_limits import end_process
 
 MAX_BODY = 8 * 2**20
 """Bytes of a request."""
@@ -66,7 +64,7 @@ STALL_S = 60.0
 """Duration of a step of the model after which the server reports that it is not healthy."""
 SHUTDOWN_TIMEOUT_S = 5
 """For open connections, after a signal."""
-EXIT_TIMEOUT_S = 8.0
+EXIT_TIMEOUT_S = 7.0
 """After a signal, until the process ends while a step is being computed."""
 PAGE_HEADERS = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
 
@@ -107,8 +105,9 @@ class TextServer:
         """
         self._scheduler, self._apis, self._log, self._options = scheduler, apis, log, options
         self._metrics = ServerMetrics(scheduler)
-        # In threads, so that long prompts take no time from other requests.
-        self._reader = WorkerThread()
+        # In threads, so that long prompts take no time from other requests; an interface that
+        # waits, such as for a chat template, delays no other one.
+        self._readers = {path: WorkerThread() for path in apis}
         self._read_s = min(BODY_TIMEOUT_S, options.timeout)
         self._held_bytes = 0
         self.app = FastAPI(openapi_url=None)
@@ -147,7 +146,12 @@ class TextServer:
         config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
         server = _Server(config)
         ends: list[BaseException | None] = []
-        with server.stopping(self._scheduler.stop):
+
+        def stop(signum: int) -> None:
+            server.handle_exit(signum, None)  # a second SIGINT gives up open connections
+            self._scheduler.stop()
+
+        with stopping(stop, EXIT_TIMEOUT_S):
             # The model stays in the main thread: a second thread would have threads of its own
             # for matrix products, and they would wait for each other.
             serving = threading.Thread(
@@ -187,11 +191,11 @@ class TextServer:
 
     async def _respond(self, request: Request) -> Response:
         path = request.url.path
-        response = await self._answer(request, self._apis[path])
+        response = await self._answer(request, self._apis[path], self._readers[path])
         self._metrics.responses.labels(path, str(response.status_code)).inc()
         return response
 
-    async def _answer(self, request: Request, api: Api) -> Response:
+    async def _answer(self, request: Request, api: Api, reader: WorkerThread) -> Response:
         def error(
             message: str, status: int, codes: Sequence[str] = (), **headers: str
         ) -> JSONResponse:
@@ -199,7 +203,7 @@ class TextServer:
 
         loop = asyncio.get_running_loop()
         try:
-            job = await self._read(request, api)
+            job = await self._read(request, api, reader)
         except ClientDisconnect:
             return error("the body is not complete", 400)
         except TimedOut:
@@ -232,14 +236,15 @@ class TextServer:
         except Cancelled:
             return error("the server is stopping", 503)
         if job.stream:
-            stream = self._stream(api, ticket, events, deadline + GRACE_S)
+            stream = self._stream(api, reader, ticket, events, deadline + GRACE_S)
             return StreamingResponse(stream, media_type="text/event-stream")
-        return await self._wait(request, api, ticket, events, deadline + GRACE_S)
+        return await self._wait(request, api, reader, ticket, events, deadline + GRACE_S)
 
     async def _wait(
         self,
         request: Request,
         api: Api,
+        reader: WorkerThread,
         ticket: Ticket,
         events: asyncio.Queue[Event],
         deadline: float,
@@ -257,7 +262,7 @@ class TextServer:
                 raise event.error
             assert isinstance(event, Finished)
             left = deadline - asyncio.get_running_loop().time()
-            response = await self._reader.call(left, lambda: JSONResponse(api.response(job, event)))
+            response = await reader.call(left, lambda: JSONResponse(api.response(job, event)))
         except Exception as problem:
             message, status = self._explain(problem)
             return JSONResponse(api.error(message, status), status)
@@ -268,7 +273,7 @@ class TextServer:
         self._finish(ticket, event)
         return response
 
-    async def _read(self, request: Request, api: Api) -> GenerationJob:
+    async def _read(self, request: Request, api: Api, reader: WorkerThread) -> GenerationJob:
         """The job of a request.
 
         Raises:
@@ -293,14 +298,19 @@ class TextServer:
             if not has_room:
                 raise TooManyWaiting
             try:
-                return await self._reader.call(self._read_s, api.read, bytes(body))
+                return await reader.call(self._read_s, api.read, bytes(body))
             except TimeoutError:
                 raise TimedOut from None
         finally:
             self._held_bytes -= len(body)
 
     async def _stream(
-        self, api: Api, ticket: Ticket, events: asyncio.Queue[Event], deadline: float
+        self,
+        api: Api,
+        reader: WorkerThread,
+        ticket: Ticket,
+        events: asyncio.Queue[Event],
+        deadline: float,
     ) -> AsyncIterator[str]:
         """Server-sent events; ends early with an object that has the key error."""
         stream = api.events(ticket.job)
@@ -313,7 +323,7 @@ class TextServer:
                     raise event.error
                 parts: Any = of_token(event) if isinstance(event, NewToken) else of_end(event)
                 if isinstance(event, Finished) or event.prompt_scores:  # which may take long
-                    parts = await self._reader.call(BODY_TIMEOUT_S, list[Any], parts)
+                    parts = await reader.call(BODY_TIMEOUT_S, list[Any], parts)
                 for part in parts:
                     yield _event(part)
                 if isinstance(event, Finished):
@@ -361,7 +371,7 @@ class TextServer:
         status = "ok"
         if self._scheduler.step_s > STALL_S:
             status = f"a step takes longer than {STALL_S:.0f} s"
-        elif self._reader.is_stuck:
+        elif any(reader.is_stuck for reader in self._readers.values()):
             status = "no request can be read, because earlier ones are still being read"
         content = {"status": status, "requests": self._scheduler.jobs}
         return JSONResponse(content, 200 if status == "ok" else 503)
@@ -375,45 +385,8 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves the signals alone; see `stopping`."""
+        """Leaves the signals alone."""
         yield
-
-    @contextmanager
-    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Calls a function, inside the context, when SIGTERM or SIGINT arrives; a second SIGINT
-        gives up open connections. The process ends even if the main thread does not return.
-
-        Python's handlers wait for the main thread, which may be computing: the number of a signal
-        is written to a socket, which another thread reads.
-        """
-        receiving, sending = socket.socketpair()
-        sending.setblocking(False)
-        limit = threading.Timer(EXIT_TIMEOUT_S, end_process, [ExitCode.FINISHED])
-        limit.daemon = True
-
-        def watch() -> None:
-            while data := receiving.recv(1):
-                if data[0] in numbers:
-                    if not self.should_exit:
-                        limit.start()
-                    self.handle_exit(data[0], None)
-                    stop()
-
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        previous_fd = signal.set_wakeup_fd(sending.fileno())
-        previous = [signal.signal(signum, lambda *_: None) for signum in numbers]
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            for signum, handler in zip(numbers, previous, strict=True):
-                signal.signal(signum, handler)
-            signal.set_wakeup_fd(previous_fd)
-            sending.close()
-            watcher.join()
-            receiving.close()
-            limit.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:

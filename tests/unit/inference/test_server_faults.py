@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import random
 import signal
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.inference.serving import worker_thread
+from megatron_ds.inference.serving import server, stop_signals, worker_thread
 from megatron_ds.inference.serving.scheduler import Event, Finished, NewToken
 from megatron_ds.inference.serving.server import listen
 from tests.unit.inference.schedulers import DEADLINE, wait_until
@@ -139,3 +141,45 @@ def test_exceptions_while_a_request_is_read_are_its_own() -> None:
         assert "exit_program" in client.log[0]
         client.api.read = read  # type: ignore[method-assign]
         assert client.put(b"x") == (200, {"text": ["x"]})
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before the signal", "after it"])
+def test_a_signal_ends_the_process_though_a_call_holds_the_lock(
+    is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim (serving): SIGTERM ends the server though a call holds the interpreter's lock"""
+    monkeypatch.setattr(server, "EXIT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stop_signals, "KILL_AFTER_S", 0.3)
+    context = multiprocessing.get_context("fork")
+    reached = context.Event()
+
+    def hold_the_lock(*_: object) -> None:
+        reached.set()
+        ctypes.PyDLL(None).sleep(int(DEADLINE))
+
+    def serve(listener: socket.socket) -> None:
+        client = Client()
+        if is_before:
+            client.api.read = hold_the_lock  # type: ignore[method-assign, assignment]
+        else:
+            client.backend.stop = hold_the_lock  # type: ignore[method-assign]
+        client.server.run(listener)
+
+    with listen("127.0.0.1", 0) as listener:
+        process = context.Process(target=serve, args=(listener,))
+        process.start()
+        try:
+            assert process.pid is not None
+            if is_before:
+                connection = socket.create_connection(listener.getsockname())
+                with connection:
+                    connection.sendall(REQUEST % (1, b"x"))
+                    assert reached.wait(DEADLINE)
+            else:
+                answer_of(listener.getsockname(), b"x")
+            os.kill(process.pid, signal.SIGTERM)
+            process.join(DEADLINE / 2)
+            assert process.exitcode == -signal.SIGKILL
+        finally:
+            process.kill()
+            process.join()

@@ -6,12 +6,15 @@ import json
 import math
 import socket
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_ds import cli
 from megatron_ds.inference.serving.api_schema import Defaults
+from megatron_ds.tokenizer import template_process
+from megatron_ds.tokenizer.template_process import TemplateLimits
 from tests.problems import printed_codes, raises_problem
 from tests.tables import tables
 from tools import run_text_generation_server as tool
@@ -75,6 +78,27 @@ def test_an_occupied_port_is_reported_before_the_checkpoint_is_opened(
         port = taken.getsockname()[1]
         with raises_problem("server-address-unusable", "host", "port", contains=f" {port}: "):
             tool.run(parse("--load", tmp_path, "--port", port))
+
+
+def test_a_chat_template_that_takes_too_long_is_refused_before_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Claim (serving): a folder whose chat template exceeds its limits is refused"""
+    file = tmp_path / "chat_template.jinja"
+    assert tool.start_template(None) is None
+    assert tool.start_template(tmp_path) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "TemplateLimits", partial(TemplateLimits, 0.1))
+        file.write_text(
+            "{% for a in range(9999) %}{% for b in range(999) %}{% endfor %}{% endfor %}"
+        )
+        with raises_problem("chat-template-exceeds-limits"):
+            tool.start_template(tmp_path)
+    file.write_text("{{ raise_exception('never') }}")
+    process = tool.start_template(tmp_path)
+    assert process is not None
+    process.close()
+    assert printed_codes(capsys.readouterr().err) == ["chat-template-failed"]
 
 
 def test_loss_curves_have_a_few_hundred_points(

@@ -27,15 +27,22 @@ class FakeServer(HTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.address = f"127.0.0.1:{self.server_port}"
         self.requests: list[tuple[str, Any]] = []
+        self.states = 0
 
 
 class Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
+    def do_GET(self) -> None:
+        self.server.states += 1
+        self.send_error(404)
+
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.requests.append((self.path, json.loads(body)))
         status, answer = self.server.response
+        if not status:
+            return
         self.send_response(status)
         self.end_headers()
         self.wfile.write(answer)
@@ -91,10 +98,18 @@ def test_errors_are_printed_and_the_next_prompt_is_read(
     assert client(server.address, "a", "1", "b", "2").out.count(words) == 2
 
 
-def test_unreachable_server_is_reported(client: Run) -> None:
-    shown = client("127.0.0.1:9", "a", "1", status=1).err
+def test_an_unreachable_server_is_reported_before_a_prompt_is_asked_for(client: Run) -> None:
+    printed = client("127.0.0.1:9", "a", "1", status=1)
+    assert printed_codes(printed.err) == ["server-not-responding"]
+    assert "127.0.0.1:9" in printed.err
+    assert printed.out == ""
+
+
+def test_a_server_that_is_lost_is_reported(server: FakeServer, client: Run) -> None:
+    server.response = (0, b"")
+    shown = client(server.address, "a", "1", status=1).err
     assert printed_codes(shown) == ["server-not-responding"]
-    assert "127.0.0.1:9" in shown
+    assert server.states == 1
 
 
 def test_an_empty_prompt_begins_a_document(server: FakeServer, client: Run) -> None:
