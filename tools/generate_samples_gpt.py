@@ -132,7 +132,9 @@ class Options(GenerationOptions):
     )
     sampling: SamplingParams = option_group(SamplingParams())
 
-    def generation_config(self, model: ModelConfig, eod: int) -> GenerationConfig:
+    def generation_config(
+        self, model: ModelConfig, eod: int, further_ends: frozenset[int] = frozenset()
+    ) -> GenerationConfig:
         """Returns the generation settings; the training run's length without --out-seq-length."""
         from megatron_ds.inference.generation.sequences import GenerationConfig
 
@@ -146,6 +148,7 @@ class Options(GenerationOptions):
             use_cache=self.kv_cache,
             logprobs=self.scores_texts,
             prompt_logprobs=self.scores_texts,
+            further_ends=further_ends,
         )
 
     @property
@@ -199,7 +202,7 @@ def run(options: Options) -> None:
     from megatron_ds.inference.generation.sequences import prompt_problems
 
     source, model_config, tokenizer = open_checkpoint(options)
-    config = options.generation_config(model_config, tokenizer.eod)
+    config = options.generation_config(model_config, tokenizer.eod, tokenizer.further_ends)
 
     def problems_with(prompts: Sequence[Prompt]) -> list[Problem]:
         return list(prompt_problems(model_config, [prompt.ids for prompt in prompts], config))
@@ -307,7 +310,7 @@ def write_texts(options: Options, tokenizer: Tokenizer, results: Iterable[Contin
 def _shown(result: Continuation, index: int, tokenizer: Tokenizer, *, as_json: bool) -> str:
     """A continuation as text or as a JSON line."""
     ids, prompt = result.ids, result.prompt.text
-    finished = ids[-1] == tokenizer.eod
+    finished = ids[-1] in tokenizer.ends
     text = tokenizer.decode(ids[:-1] if finished else ids)
     if as_json:
         record: dict[str, Any] = {} if prompt is None else {"prompt": prompt}

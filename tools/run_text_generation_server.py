@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatron_ds.conversion.source import SourceCheckpoint
     from megatron_ds.inference.serving.scheduler import Scheduler
     from megatron_ds.inference.serving.service import TextGenerationService
-    from megatron_ds.tokenizer.template_process import TemplateProcess
+    from megatron_ds.inference.serving.template_process import TemplateProcess
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 CURVE_POINTS = 300
@@ -232,8 +232,8 @@ def start_template(folder: Path | None) -> TemplateProcess | None:
     Raises:
         UserError: If rendering a conversation takes too much time or memory.
     """
+    from megatron_ds.inference.serving.template_process import TemplateProcess
     from megatron_ds.tokenizer.chat_template import read_chat_template
-    from megatron_ds.tokenizer.template_process import TemplateProcess
 
     template = read_chat_template(folder)
     if template is None:

@@ -160,7 +160,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             sampling = SamplingParams(**{name: values[name] for name in names})
 
         is_complete = StopStrings(self._tokens.decode, stops) if stops else None
-        config = GenerationConfig(new_tokens, sampling, self.eot_token_id, is_complete=is_complete)
+        config = GenerationConfig(
+            new_tokens,
+            sampling,
+            self.eot_token_id,
+            is_complete=is_complete,
+            further_ends=self._tokens.further_ends,
+        )
 
         def continuations(batch: Sequence[tuple[int, list[int]]]) -> list[str]:
             numbers, prompts = zip(*batch, strict=True)
@@ -194,7 +200,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def _cut(self, ids: Sequence[int], stops: Sequence[str]) -> str:
         """The text of new tokens before the first stop sequence."""
-        text = self._tokens.decode(ids[:-1] if ids[-1:] == [self.eot_token_id] else ids)
+        text = self._tokens.decode(ids[:-1] if {*ids[-1:]} & self._tokens.ends else ids)
         for stop in filter(None, stops):
             text = text.split(stop)[0]
         return text

@@ -170,6 +170,7 @@ def open_checkpoint(options: GenerationOptions) -> tuple[SourceCheckpoint, Model
         log_rank0(f"WARNING: {Problem('no-effect-on-generation', flags=flags).render()}")
     may_be_smaller = source.settings.may_have_unused_rows
     tokenizer = load_checkpoint.load_tokenizer(config, model, may_be_smaller=may_be_smaller)
+    tokenizer.further_ends = load_checkpoint.end_tokens(source, tokenizer) - {tokenizer.eod}
     if source.settings.may_have_padding:
         source = source.with_vocab(tokenizer.vocab_size)
         model = source.settings.model

@@ -20,6 +20,7 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.tokenizer.end_tokens import KEY, ids_of, read_end_tokens
 
 
 def tokenizer_config(source: SourceCheckpoint, overrides: Mapping[str, Any]) -> TokenizerConfig:
@@ -56,6 +57,23 @@ def load_tokenizer(
     if size != wanted and not (may_be_smaller and size < wanted):
         raise user_error("tokenizer-does-not-match-model", vocab_size=size, model_vocab_size=wanted)
     return tokenizer
+
+
+def end_tokens(source: SourceCheckpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids at which the model ends texts, as its generation_config.json or config.json has them.
+
+    They are in a folder of Hugging Face, or next to the tokenizer that a run keeps of one.
+
+    Raises:
+        UserError: If one of these files is damaged.
+    """
+    settings = source.settings
+    ids = ids_of(settings.generation.get(KEY), source.path)
+    if not ids and settings.model_type is not None:
+        ids = ids_of(settings.special_ids.get(KEY), source.path)
+    ids = ids or read_end_tokens(tokenizer.folder)
+    # Some files have -1 for none.
+    return frozenset(token for token in ids if 0 <= token < settings.model.vocab_size)
 
 
 def load_model(

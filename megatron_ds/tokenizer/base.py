@@ -40,6 +40,8 @@ class Tokenizer(ABC):
     """Number of ids: the largest id plus one."""
     eod: int
     """End-of-document id."""
+    further_ends: frozenset[int] = frozenset()
+    """Other ids than `eod` at which the model ends texts."""
     bos: int | None = None
     """Begin-of-document id; None without one."""
     adds_bos: bool = False
@@ -56,6 +58,11 @@ class Tokenizer(ABC):
             UserError: If the tokenizer cannot encode the text.
         """
         return self.encode_batch([text])[0]
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids at which texts end."""
+        return self.further_ends | {self.eod}
 
     @property
     def prefix(self) -> int:

@@ -20,6 +20,7 @@ from megatron_ds.tokenizer.base import (
     read_json,
 )
 from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
+from megatron_ds.tokenizer.end_tokens import FILES as END_TOKEN_FILES
 from megatron_ds.tokenizer.fingerprint import hash_content
 from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
@@ -83,7 +84,8 @@ def pretrained_files(path: str, trust_remote_code: bool) -> list[Path]:
     """The files of a tokenizer that `build_hf_tokenizer` has loaded from the same path."""
     folder = Path(_local_folder(path, trust_remote_code, is_downloaded=True))
     if folder.is_file():
-        beside = [folder.with_name(name) for name in (*SETTINGS_FILES, TEMPLATE_FILE)]
+        names = {*SETTINGS_FILES, TEMPLATE_FILE, *END_TOKEN_FILES}
+        beside = [folder.with_name(name) for name in sorted(names)]
         return [folder, *(file for file in beside if file.is_file() and file != folder)]
     patterns = _patterns(trust_remote_code)
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}

@@ -27,6 +27,8 @@ class BeamSearchConfig:
     """Exponent of the length by which a sum of log-probabilities is divided."""
     rules: StopRules | None = None
     """Only the forbidden tokens count."""
+    further_stops: frozenset[int] = frozenset()
+    """Tokens that end a continuation as `stop_token` does."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def beam_search(
         config: How the prompt is continued.
 
     Returns:
-        At most `width` continuations, the best first. Each ends with the stop token or has the
+        At most `width` continuations, the best first. Each ends with a stop token or has the
         maximal length.
 
     Raises:
@@ -68,6 +70,7 @@ def beam_search(
     """
     weight = next(model.parameters())
     width, penalty = config.width, config.length_penalty
+    stops = config.further_stops | {config.stop_token}
     capacity = len(prompt) + config.max_new_tokens - 1
     windows = [block.rule.window for block in model.blocks()]
     cache = PreallocatedCache(width, capacity, weight, windows)
@@ -82,9 +85,9 @@ def beam_search(
         if config.rules is not None:
             exclude_(logprobs_BV, (config.rules.forbidden(ids[-1]) for ids in tokens))
         grown = _best_extensions(beams, logprobs_BV, 2 * width)
-        ends = [beam for _, beam in grown[:width] if beam.ids[-1] == config.stop_token]
+        ends = [beam for _, beam in grown[:width] if beam.ids[-1] in stops]
         ended = _best([*ended, *(beam.ended(penalty) for beam in ends)], width)
-        grown = [beam for beam in grown if beam[1].ids[-1] != config.stop_token][:width]
+        grown = [beam for beam in grown if beam[1].ids[-1] not in stops][:width]
         beams = [beam for _, beam in grown]
         best_open = max((beam.ended(penalty).score for beam in beams), default=-torch.inf)
         if not beams or (len(ended) == width and ended[-1].score >= best_open):

@@ -34,6 +34,8 @@ class GenerationConfig:
     """Also return the log-probabilities of the prompt tokens, except the first."""
     top_n: int = 0
     """Number of most probable tokens to return at each of these positions."""
+    further_ends: frozenset[int] = frozenset()
+    """Tokens that end a text as `eod` does."""
 
     def final_length(self, prompt_length: int) -> int:
         """Maximal number of tokens of a prompt and its continuation."""
@@ -89,8 +91,10 @@ class TextSequence:
         """Adds a new token, which may end the text."""
         config, previous = self.config, self.ids[-1]
         self.ids.append(token)
-        self.ended_itself = token == config.eod or (
-            (config.rules is not None and config.rules.ends(previous, token))
+        self.ended_itself = (
+            token == config.eod
+            or token in config.further_ends
+            or (config.rules is not None and config.rules.ends(previous, token))
             or (config.is_complete is not None and config.is_complete(self.new_ids))
         )
 

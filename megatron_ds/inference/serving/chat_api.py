@@ -27,8 +27,8 @@ from megatron_ds.inference.serving.completions_api import (
 )
 from megatron_ds.inference.serving.scheduler import Finished, NewToken
 from megatron_ds.inference.serving.service import GenerationJob
+from megatron_ds.inference.serving.template_process import TemplateProcess
 from megatron_ds.tokenizer.chat_template import ChatTemplate
-from megatron_ds.tokenizer.template_process import TemplateProcess
 
 
 def _is_part(value: Any) -> bool:

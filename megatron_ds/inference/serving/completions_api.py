@@ -258,7 +258,7 @@ class CompletionsApi:
         }
 
     def without_end(self, ids: list[int]) -> list[int]:
-        return ids[:-1] if ids[-1:] == [self.service.tokenizer.eod] else ids
+        return ids[:-1] if {*ids[-1:]} & self.service.tokenizer.ends else ids
 
     def logprobs_of(
         self,
@@ -305,7 +305,7 @@ class CompletionEvents:
         yield from self._echo(token.index, token.prompt_scores)
         self._new += 1
         self._tokens[token.index].append(token)
-        is_end = token.id == self._api.service.tokenizer.eod
+        is_end = token.id in self._api.service.tokenizer.ends
         part = "" if is_end else self._texts[token.index].add(token.id)
         if part:
             yield self._event(token.index, part, None)

@@ -39,9 +39,14 @@ class MegatronApi:
         if stop_token is not None and stop_token >= vocab:
             raise user_error("stop-token-out-of-range", stop_token=stop_token, vocab=vocab)
         if request.beam_width is not None:
+            further = service.tokenizer.further_ends if stop_token is None else frozenset()
             stop_token = service.tokenizer.eod if stop_token is None else stop_token
             beam = BeamSearchConfig(
-                new_tokens, request.beam_width, stop_token, request.length_penalty
+                new_tokens,
+                request.beam_width,
+                stop_token,
+                request.length_penalty,
+                further_stops=further,
             )
         sampling = SamplingParams(
             temperature=request.temperature,

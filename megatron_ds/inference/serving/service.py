@@ -97,6 +97,7 @@ class TextGenerationService:
             logprobs=job.logprobs,
             prompt_logprobs=job.prompt_logprobs,
             top_n=job.top_n,
+            further_ends=self.tokenizer.further_ends,
         )
         return [
             TextSequence.of(ids, generation, index)

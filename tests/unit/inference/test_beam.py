@@ -97,6 +97,9 @@ def test_the_cache_follows_the_beams(kind: str, penalty: float) -> None:
     found = drained(model, PROMPT, config)
 
     assert_same(found, reference(model, PROMPT, config))
+    stops = frozenset({stop, VOCAB + 1})
+    other = BeamSearchConfig(8, 3, VOCAB, length_penalty=penalty, further_stops=stops)
+    assert drained(model, PROMPT, other) == found
     # A low penalty favors short texts.
     assert penalty == 1.0 or any(text.ids[-1] == stop for text in found)
 

@@ -102,6 +102,34 @@ def test_events_together_are_the_response(api: ChatApi) -> None:
         assert [each["finish_reason"] for each in mine][-1] == expected["finish_reason"]
 
 
+def test_an_answer_ends_at_every_end_token(model: GPTModel) -> None:
+    """Claim (serving): an answer ends at every end token of the model, which is no part of it"""
+    tokenizer = ByteTokenizer()
+    service = TextGenerationService(model, tokenizer, MAX_LENGTH)  # type: ignore[arg-type]
+    api = ChatApi(CompletionsApi(service, Defaults(), ("tiny",)), TEMPLATE)
+    request: dict[str, Any] = {"n": 4, **HOT}
+    free, _ = run(api.completions, read(api, **request))
+    ids = [sequence.new_ids for sequence in free.result]
+    tokenizer.further_ends = frozenset(new[3 + index] for index, new in enumerate(ids))
+    expected = []
+    for new in ids:
+        first = next(at for at, token in enumerate(new) if token in tokenizer.ends)
+        expected.append(tokenizer.decode(new[:first]))
+
+    choices = respond(api, **request)["choices"]
+    assert [choice["message"]["content"] for choice in choices] == expected
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    job = read(api, stream=True, **request)
+    end, listener = run(api.completions, job)
+    events = api.events(job)
+    texts = [""] * len(ids)
+    for part in [*(part for token in listener.tokens for part in events.of_token(token)),
+                 *events.of_end(end)]:  # fmt: skip
+        (choice,) = part["choices"]
+        texts[choice["index"]] += choice["delta"]["content"]
+    assert texts == expected
+
+
 def test_the_answer_fills_the_context_by_default(api: ChatApi) -> None:
     used = len(TOKENIZER.encode(PROMPT))
     response = respond(api, temperature=0)

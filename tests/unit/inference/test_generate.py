@@ -65,8 +65,9 @@ def test_the_end_of_document_ends_a_text() -> None:
     assert len({len(ids) for ids in expected}) > 1
 
     for use_cache in (True, False):
-        config = GenerationConfig(24, GREEDY, eod=end, use_cache=use_cache)
-        assert generate(model, PROMPTS, config) == expected
+        for ends in ({"eod": end}, {"eod": VOCAB, "further_ends": frozenset({end, VOCAB + 1})}):
+            config = GenerationConfig(24, GREEDY, use_cache=use_cache, **ends)
+            assert generate(model, PROMPTS, config) == expected
     assert expected[0].index(end) == len(expected[0]) - 1
 
 

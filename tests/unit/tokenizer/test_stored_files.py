@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.tokenizer.end_tokens import read_end_tokens
 from megatron_ds.tokenizer.stored_files import read_files, with_copies
 from tests.unit.tokenizer.test_golden import FILES, FOLDER, texts
 
@@ -32,6 +33,7 @@ def test_copy(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             shutil.copy(path, here)
     # The token that ends documents, in a file that no flag names.
     (here / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    (here / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
     monkeypatch.chdir(here)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(return_value=str(here)))
     settings = CASES[case]
@@ -49,4 +51,7 @@ def test_copy(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert copied.fingerprint.same_as(original.fingerprint)
     assert copied.eod == original.eod
+    is_known = copied.folder is not None
+    assert read_end_tokens(copied.folder) == ({3, 5} if is_known else set())
+    assert is_known == (config.tokenizer_type == "HFTokenizer")
     assert copied.encode_batch(texts()) == ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections import Counter
@@ -83,6 +84,17 @@ def test_default_length_is_limited_by_the_training_sequence(tmp_path: Path) -> N
     assert config() == GenerationConfig(1024, SamplingParams(), 9, 64, use_cache=True)
     free = GenerationConfig(900, SamplingParams(), 9, None, use_cache=False)
     assert config("--out-seq-length", 900, "--recompute") == free
+
+
+def test_a_text_is_finished_if_it_has_an_end_token() -> None:
+    tokenizer = Words()
+    tokenizer.further_ends = frozenset({7, 8})
+    for last, is_finished in ((7, True), (8, True), (9, True), (6, False)):
+        continuation = tool.Continuation(Prompt("a", [1]), [2, last], None)
+        line = tool._shown(continuation, 1, tokenizer, as_json=True)
+        ids = [2] if is_finished else [2, last]
+        expected = {"prompt": "a", "text": tokenizer.decode(ids), "length": 2}
+        assert json.loads(line) == {**expected, "finished": is_finished}
 
 
 def test_training_flags_are_separated_from_tool_flags(

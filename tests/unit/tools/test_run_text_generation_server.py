@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ds import cli
+from megatron_ds.inference.serving import template_process
 from megatron_ds.inference.serving.api_schema import Defaults
-from megatron_ds.tokenizer import template_process
-from megatron_ds.tokenizer.template_process import TemplateLimits
+from megatron_ds.inference.serving.template_process import TemplateLimits
 from tests.problems import printed_codes, raises_problem
 from tests.tables import tables
 from tools import run_text_generation_server as tool

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_ds.tokenizer import template_process
+from megatron_ds.inference.serving import template_process
+from megatron_ds.inference.serving.template_process import TemplateLimits, TemplateProcess
 from megatron_ds.tokenizer.chat_template import ChatTemplate
-from megatron_ds.tokenizer.template_process import TemplateLimits, TemplateProcess
 from tests.problems import raises_problem
 
 LIMITS = TemplateLimits(seconds=0.3, memory=2**27)
-RENDERER = "tests.unit.tokenizer.stand_ins:render"
+RENDERER = "tests.unit.inference.stand_ins:render"
 EXCEEDING = {
     "hold the lock and wait": "took longer",
     "hold the lock and compute": "took longer",

@@ -38,7 +38,7 @@ MAX_ERROR_CHARS = 1000
 PROBE = ({"role": "user", "content": "Hello"},)
 """A conversation that every template should render."""
 PROGRAM = "import sys; sys.path[:0] = [sys.argv[1]]; from {module} import serve; serve(sys.argv[2])"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
