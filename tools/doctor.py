@@ -22,7 +22,7 @@ from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
 from megatron_ds.cli.doctor.frameworks import TrainingCommand
 from megatron_ds.cli.doctor.tiny import shrink
-from megatron_ds.config import Config, yaml_file
+from megatron_ds.config import GROUP_OF_FIELD, Config, yaml_file
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.token_files.indexed_writer import pair_writer
@@ -100,8 +100,13 @@ def _add_model(command: TrainingCommand) -> None:
     except (UserError, OSError) as error:
         command.lacking.append(f"the model {command.model}: {error}")
         return
-    values = {**settings.defaults, **settings.fixed}
-    config = replace(Config().with_values(values), given=frozenset(values))
+    unchanged = Config()
+    values = {
+        name: value
+        for name, value in {**settings.defaults, **settings.fixed}.items()
+        if value not in (getattr(getattr(unchanged, GROUP_OF_FIELD[name]), name), ())
+    }
+    config = replace(unchanged.with_values(values), given=frozenset(values))
     command.flags[:0] = joined(f for f in flags_of(config) if f"--{f[0]}" not in command.flags)
 
 

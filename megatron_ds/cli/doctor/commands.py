@@ -38,7 +38,8 @@ def read_source(
     """
     path = Path(words[0])
     if path.suffix in FILES:
-        return [translate(path, ranks)]
+        files = [Path(word) for word in words if Path(word).suffix in FILES]
+        return [translate(files, ranks)]
     reading, header = read_script(words, variables)
     if executes:
         reading = execute(words, variables)

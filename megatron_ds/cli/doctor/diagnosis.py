@@ -120,7 +120,7 @@ def flags_of(config: Config) -> Iterator[tuple[str, list[str]]]:
     """The flags that set what a configuration was given, with their values."""
     for group in GROUPS:
         for name, (key, value) in yaml_file.entries(getattr(config, group)):
-            if name in config.given and value is not None and value is not False:
+            if name in config.given and value is not None and value is not False and value != ():
                 values = value if isinstance(value, tuple) else () if value is True else (value,)
                 yield key, [*map(str, values)]
 

@@ -1,22 +1,48 @@
-"""Translates configuration files of other trainers into flags, with the table frameworks.toml.
+"""Translates configuration files of other trainers into flags, with the tables of trainers/.
 
 Files: TOML of torchtitan, YAML of Primus, nanotron, gpt-neox and Megatron-LM's tests, JSON of
-Hugging Face's Trainer. What a table does not have is reported by name. Knows no torch.
+Hugging Face's Trainer. Every key of a file is translated, or named: as what changes neither the
+model nor what is learned, as a difference, or as what has no counterpart, to which unknown keys
+belong. Knows no torch.
+
+A table has these sections, by key of the file. Keys of nested blocks are joined by points.
+    name           of the trainer
+    source         where the facts are from
+    recognized_by  keys of which a file of the trainer has at least one
+    defaults       values of absent keys, as far as they decide what is learned
+    changed        date and former value of defaults that changed
+    same           keys that are, in this program or in ../megatron_flags.toml, names of flags
+    flags          flag that a key sets; with {}, flags with the value in it; "": none, in spite of
+                   its name; a table has flags by value, and other values have no counterpart
+    lacking        advice for keys without a counterpart, unless the value switches it off; also
+                   for values that a table of `flags` does not have
+    harmless       keys that change neither the model nor what is learned
+    model          key of a folder with the config.json of a Hugging Face model
+    only           values of other keys without which a key has no effect
+    world          keys whose product is the number of processes
+    batch          keys of the samples of a process, the accumulation steps and the samples of a
+                   step
+    differences    what always differs, with both meanings
+Names in `lacking`, `harmless` and `only` may have *. A product in braces, such as {a.b*c.d}, is the
+product of two keys.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.cli.doctor.shell import Reading
+from megatron_ds.cli.doctor.trainers import huggingface, nanotron, neox, primus, torchtitan
+from megatron_ds.cli.doctor.trainers.settings import Settings, is_off, text_of
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config.data_files import read_table
@@ -26,6 +52,16 @@ from megatron_ds.config.problems import user_error
 FILES = (".toml", ".yaml", ".yml", ".json")
 ENVIRONMENT = re.compile(r"\$\{\w+:([^}]*)\}")
 AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "ds_sequence_parallel_size")
+PREPARE: Mapping[str, Callable[[Settings], None]] = {
+    "huggingface": huggingface.prepare,
+    "nanotron": nanotron.prepare,
+    "neox": neox.prepare,
+    "primus": primus.prepare,
+    "torchtitan": torchtitan.prepare,
+}
+"""By trainer, what translates keys that a table cannot express."""
+LONGEST = 60
+"""Characters of a value that are shown."""
 
 
 @dataclass
@@ -40,8 +76,8 @@ class TrainingCommand:
         reading: The script around it.
         source: Where the names of a configuration file are from.
         model: Folder with the config.json of a Hugging Face model.
-        unread: Keys of a configuration file that were not read.
-        differences: What always differs from the trainer of a configuration file.
+        unread: Keys of a configuration file that change nothing here.
+        differences: What differs from the trainer of a configuration file.
         lacking: What has no counterpart, with what to do.
     """
 
@@ -63,38 +99,78 @@ def tables() -> Mapping[str, Any]:
     return read_table(__file__)
 
 
-def translate(path: Path, world_size: int | None) -> TrainingCommand:
+@functools.cache
+def trainer_table(trainer: str) -> Mapping[str, Any]:
+    """The table of a trainer."""
+    return read_table(neox.__file__, f"{trainer}.toml")
+
+
+def translate(paths: Sequence[Path], world_size: int | None) -> TrainingCommand:
     """The training command of a configuration file.
 
     Args:
-        path: The file.
+        paths: The file; of gpt-neox, whose settings may be in several, all of them.
         world_size: Number of processes; None if it is not known.
 
     Raises:
-        UserError: If the file cannot be read.
+        UserError: If the file cannot be read, or is not one of a trainer that is known.
     """
-    framework, values = _read(path)
-    table = tables()[framework]
-    known = table["defaults"] | values
-    folder = known.pop(table.get("model", ""), None)
+    path, *further = paths
+    trainer, values = _read(path, {k: v for file in further for k, v in _load(file).items()})
+    return translate_values(trainer, values, " ".join(map(str, paths)), world_size)
+
+
+def translate_values(
+    trainer: str, values: Mapping[str, Any], origin: str, world_size: int | None
+) -> TrainingCommand:
+    """The training command of a trainer's settings.
+
+    Args:
+        trainer: Name of its table.
+        values: The settings by key.
+        origin: File, or file and line, that they are from.
+        world_size: Number of processes; None if it is not known.
+    """
+    table = trainer_table(trainer)
+    settings = Settings(dict(table["defaults"]) | dict(values), frozenset(values))
     if world_size is None and "world" in table:
-        world_size = math.prod(int(known.get(key) or 1) for key in table["world"])
-    result = TrainingCommand(str(path), world_size=world_size, source=table["source"])
-    result.model = folder and Path(folder)
-    result.differences = [
+        world_size = math.prod(int(settings.get(key, 1)) for key in table["world"])
+    settings.differences += [
         f"{topic}: {theirs}; here {ours}" for topic, theirs, ours in table.get("differences", ())
     ]
-    for key, value in known.items():
-        if value is not None and key not in table["batch"] and _has_effect(table, known, key):
-            _translate_key(table, known, key, result)
-    micro, steps, total = (int(known.get(key) or 0) for key in table["batch"])
+    settings.differences += _changed_defaults(table, settings)
+    if trainer in PREPARE:
+        PREPARE[trainer](settings)
+    folder = settings.take(table.get("model", ""))
+    micro, steps, total = (int(settings.take(key, 0)) for key in table["batch"])
+    for key in settings.values:
+        if settings.values[key] is not None and _has_effect(table, settings, key):
+            _translate_key(table, settings, key)
     if micro > 0:
-        sizes = scan(result.flags, training_flags()).values
+        sizes = scan(settings.flags, training_flags()).values
         axes = math.prod(sizes.get(axis, 1) for axis in AXES)
         ranks = (world_size or axes) // axes
         batch = total if total > 0 else micro * max(1, steps) * ranks
-        result.flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
-    return result
+        settings.add("micro-batch-size", micro)
+        settings.add("global-batch-size", batch)
+    return TrainingCommand(
+        origin,
+        flags=settings.flags,
+        world_size=world_size,
+        source=table["source"],
+        model=folder and Path(folder),
+        unread=settings.unread,
+        differences=settings.differences,
+        lacking=settings.lacking,
+    )
+
+
+def _changed_defaults(table: Mapping[str, Any], settings: Settings) -> Iterator[str]:
+    """Defaults that depend on the trainer's version, of keys that a file leaves out."""
+    for key, (date, before) in table.get("changed", {}).items():
+        if key not in settings.given:
+            default = settings.values[key]
+            yield f"{key} is not given: {default} since {date} (written below), {before} before"
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -113,41 +189,123 @@ def _load(path: Path) -> dict[str, Any]:
     return values
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    """The trainer that a file is of, and its values by key."""
-    values = _load(path)
+def _read(path: Path, further: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The trainer that a file is of, and its values by key, with values of further files.
+
+    Raises:
+        UserError: If no trainer that is known has such a file.
+    """
+    values = {**further, **_load(path)}
     if isinstance(values.get("modules"), dict):
         return "primus", _primus(values["modules"], path)
-    framework = {".toml": "torchtitan", ".json": "hf"}.get(path.suffix, "neox")
-    if isinstance(values.get("model"), dict) and "model_config" in values["model"]:
-        framework = "nanotron"
     if isinstance(values.get("MODEL_ARGS"), dict):
-        framework, values = "megatron", values["MODEL_ARGS"]
-    known = {key.removeprefix("--").replace("-", "_"): get(values, key) for key in leaves(values)}
-    return framework, known
+        return "megatron", _by_key(values["MODEL_ARGS"])
+    known = _by_key(values)
+    for other in tables()["others"]:
+        if any(_has_keys(known, keys.split()) for keys in other["keys"]):
+            raise user_error(
+                "doctor-other-file", path=path, owner=other["name"], hint=other["hint"]
+            )
+    candidates = ("torchtitan",) if path.suffix == ".toml" else ("nanotron", "huggingface", "neox")
+    for trainer in candidates:
+        keys = trainer_table(trainer)["recognized_by"]
+        if any(_covers(key, name) for key in keys for name in known):
+            return trainer, known
+    required = "; ".join(
+        f"{trainer_table(trainer)['name']}: {', '.join(trainer_table(trainer)['recognized_by'])}"
+        for trainer in candidates
+    )
+    raise user_error("doctor-unknown-file", path=path, required=required)
 
 
-def _translate_key(
-    table: Mapping[str, Any], known: dict[str, Any], key: str, result: TrainingCommand
-) -> None:
-    value, flags = known[key], training_flags()
+def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all nested blocks, by their keys joined with points."""
+    nested = dict(values)
+    return {key.removeprefix("--").replace("-", "_"): get(nested, key) for key in leaves(nested)}
+
+
+def _covers(pattern: str, key: str) -> bool:
+    """Whether a key is a name, matches a pattern, or is inside of the block of that name."""
+    return key.startswith(f"{pattern}.") or fnmatch.fnmatchcase(key, pattern)
+
+
+def _has_keys(known: Mapping[str, Any], keys: Iterable[str]) -> bool:
+    """Whether a file has some keys, and not the ones after a `!`."""
+    return all(
+        any(_covers(key.lstrip("!"), name) for name in known) is not key.startswith("!")
+        for key in keys
+    )
+
+
+def _matching(names: Iterable[str], key: str) -> str | None:
+    """The name that is a key, or the first pattern that it matches."""
+    listed = list(names)
+    if key in listed:
+        return key
+    return next((name for name in listed if fnmatch.fnmatchcase(key, name)), None)
+
+
+def _translate_key(table: Mapping[str, Any], settings: Settings, key: str) -> None:
+    """Translates a key by the section of a table that has its name, or a pattern of it."""
+    value, targets, lacking = settings.values[key], table.get("flags", {}), table.get("lacking", {})
+    advised = _matching(lacking, key)
+    if key in targets:
+        _set_flags(settings, key, targets[key], lacking.get(key, ""))
+    elif key in table.get("same", "").split():
+        _set_same_flag(settings, key)
+    elif advised is not None:
+        if not is_off(value):
+            settings.lacking.append(f"{key} {_short(value)}: {lacking[advised]}")
+    elif _matching(table.get("harmless", "").split(), key) is not None:
+        settings.unread += [key] * (not is_off(value) and key in settings.given)
+    elif table.get("has_megatron_names"):
+        _set_same_flag(settings, key)
+    else:
+        settings.lacking.append(_unknown(key, value))
+
+
+def _set_flags(settings: Settings, key: str, target: str | Mapping[str, str], advice: str) -> None:
+    """Adds the flags of a key's entry in a table."""
+    value = settings.values[key]
+    if not isinstance(target, str):
+        by_value = target.get(str(value), target.get("*"))
+        if by_value is None:
+            words = ", ".join(word for word in target if word not in ("", "*", "[]"))
+            supported = advice or f"supported: {words}"
+            settings.lacking.append(f"{key} {_short(value)}: {supported}")
+            return
+        target = by_value
+    if target.startswith("--"):
+        settings.flags += _filled(target, settings.values, value)
+    elif target:
+        settings.flags += _words(target, value)
+
+
+def _set_same_flag(settings: Settings, key: str) -> None:
+    """Adds the flag of a key's own name, or the advice of this name."""
+    value, flags = settings.values[key], training_flags()
     name = dashed(key).rpartition(".")[2]
     same = name if flags.find(name) else flags.same.get(name)
-    off = [f"--{word}" for word in (f"no-{name}", f"disable-{name}") if word in flags.by_name]
-    target, advice = table.get("flags", {}).get(key, same), flags.advice.get(name)
-    if target is None and off and isinstance(value, bool):  # Megatron-LM's name of what is on
-        result.flags += off[:1] * (not value)
-        return
-    if isinstance(target, dict):
-        advice = table.get("advice", {}).get(key, f"supported: {', '.join(target)}")
-        target = target.get(str(value), target.get("*"))
-    if target:
-        is_template = target.startswith("--")
-        result.flags += _filled(target, known, value) if is_template else _words(target, value)
-    elif target is None and advice and value not in (False, "", []):
-        result.lacking.append(f"{key} {value}: {advice}")
-    elif target is None and value is not False:
-        result.unread.append(key)
+    switches = (f"no-{name}", f"disable-{name}")
+    off = [f"--{word}" for word in switches if word in flags.by_name]
+    advice = flags.advice.get(name)
+    if same is not None:
+        settings.flags += _words(same, value)
+    elif off and isinstance(value, bool):  # Megatron-LM's name of what is on
+        settings.flags += off[:1] * (not value)
+    elif advice:
+        settings.lacking += [f"{key} {_short(value)}: {advice}"] * (not is_off(value))
+    else:
+        settings.lacking.append(_unknown(key, value))
+
+
+def _unknown(key: str, value: object) -> str:
+    return f"{key} {_short(value)}: an unknown key, which was not read"
+
+
+def _short(value: object) -> str:
+    text = text_of(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _words(name: str, value: Any) -> Iterator[str]:
@@ -157,27 +315,29 @@ def _words(name: str, value: Any) -> Iterator[str]:
     flag = training_flags().find(name)
     if (flag and flag.nargs == "*") or isinstance(value, bool) is bool(flag and flag.nargs == 0):
         values = value if isinstance(value, list) else [value] * (not isinstance(value, bool))
-        yield from (f"--{name}", *(re.sub(r",\s+", ",", str(item)) for item in values))
+        if values or isinstance(value, bool):  # a flag without values has none to set
+            yield from (f"--{name}", *(re.sub(r",\s+", ",", str(item)) for item in values))
 
 
-def _filled(template: str, known: dict[str, Any], value: Any) -> list[str]:
+def _filled(template: str, known: Mapping[str, Any], value: Any) -> list[str]:
     """The flags of a template; a key that the file leaves out stays in braces."""
     items = enumerate(value) if isinstance(value, list) else ()
-    filled = known | {"": value} | {str(index): item for index, item in items}
+    filled = {**known, "": value, **{str(index): item for index, item in items}}
 
     def text(mark: re.Match[str]) -> str:
         values = [filled.get(key, mark[0]) for key in mark[1].split("*")]
-        return f"{math.prod(map(float, values)):g}" if len(values) > 1 else str(values[0])
+        return text_of(math.prod(map(float, values)) if len(values) > 1 else values[0])
 
     return [re.sub(r"\{([^{}]*)\}", text, word) for word in template.split()]
 
 
-def _has_effect(table: Mapping[str, Any], known: Mapping[str, Any], key: str) -> bool:
+def _has_effect(table: Mapping[str, Any], settings: Settings, key: str) -> bool:
     """Whether one of the conditions of a key holds: `other`, `!other` or `other=value`."""
-    conditions = table.get("only", {}).get(key, ())
+    limits = table.get("only", {})
+    conditions = limits.get(_matching(limits, key), ())
     for condition in conditions:
         name, equals, wanted = condition.lstrip("!").partition("=")
-        value = known.get(name)
+        value = settings.values.get(name)
         if str(value) == wanted if equals else bool(value) is not condition.startswith("!"):
             return True
     return not conditions
@@ -193,25 +353,34 @@ def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
         places = [path.parent / name, *(parent / inside for parent in path.resolve().parents)]
         base = next((file for file in places if file.is_file()), None)
         if base is not None:
-            values |= {k: v for k, v in _with_bases(base).items() if _is_given(k, v)}
-        elif key == "model":
+            values |= _with_bases(base)
+        elif key == "config":
+            values |= trainer_table("primus")["configs"].get(name, {})
+        else:
             reason = f"its model {name} is not there"
             raise user_error("doctor-file-unreadable", path=path, reason=reason)
     return values | (module.get("overrides") or {})
 
 
 def _with_bases(path: Path) -> dict[str, Any]:
+    """The values of a file of Primus that differ from Megatron-LM's, over its bases' values.
+
+    A file that only lists the names and defaults of all keys is asked for the known ones.
+    """
     values, merged = _load(path), dict[str, Any]()
-    for name in [*(values.pop("extends", None) or ()), *(values.pop("includes", None) or ())]:
-        base = path.parent / str(name)
-        merged |= _with_bases(base) if base.is_file() else {}
-    return merged | values
+    table = trainer_table("primus")
+    for key in ("extends", "includes", "bases"):
+        for name in values.pop(key, None) or ():
+            base = path.parent / str(name)
+            merged |= _with_bases(base) if base.is_file() else {}
+    is_list = path.name in table["lists_of_keys"].split()
+    return merged | {k: v for k, v in values.items() if not is_list or _is_set(table, k, v)}
 
 
-def _is_given(name: str, value: Any) -> bool:
-    """Whether a value of a base file differs from what this program does without it."""
+def _is_set(table: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether a value of a list of all keys differs from what this program does without it."""
     flag = training_flags().by_name.get(dashed(name))
-    if name in tables()["primus"]["defaults"]:
+    if name in table["defaults"]:
         return True
     if flag is None or flag.outcome not in ("set", "no_op") or value is None:
         return False

@@ -231,7 +231,7 @@ def test_a_file_of_another_trainer_has_its_values_and_defaults(name: str, tmp_pa
 
 
 def test_a_value_that_a_file_leaves_out_stays_in_braces(tmp_path: Path) -> None:
-    (tmp_path / "neox.yml").write_text("tokenizer_type: HFTokenizer\n")
+    (tmp_path / "neox.yml").write_text("num_layers: 2\ntokenizer_type: HFTokenizer\n")
     flags = read(tmp_path / "neox.yml").flags
     assert flags[flags.index("--tokenizer-model") + 1] == "{vocab_file}"
 

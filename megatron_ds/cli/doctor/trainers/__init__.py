@@ -1,0 +1,1 @@
+"""Keys of other trainers' configuration files: a table of each, and what a table cannot express."""

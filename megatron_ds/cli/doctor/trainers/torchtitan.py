@@ -1,0 +1,84 @@
+"""torchtitan: the schedule, and what follows from several keys, of its files in TOML.
+
+Facts are those of config/job_config.py and components/ of v0.2.2 (2026-02), the last release with
+such files. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ds.cli.doctor.trainers.settings import Settings, decay_of_all
+
+STYLES = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
+
+
+def prepare(settings: Settings) -> None:
+    """Translates the keys whose meaning depends on other keys."""
+    _schedule(settings)
+    _validation(settings)
+    decay = float(settings.get("optimizer.weight_decay", 0.0))
+    if settings.get("model.name") == "llama3":
+        decay_of_all(settings, decay)
+    # DeepSpeed's pipeline partitions optimizer states only; the results are the same.
+    shards = int(settings.take("parallelism.data_parallel_shard_degree", -1))
+    stages = int(settings.get("parallelism.pipeline_parallel_degree", 1))
+    settings.add("zero-stage", 1 if shards == 1 or stages > 1 else 3)
+    dtype, other = settings.take("training.dtype"), settings.get("training.mixed_precision_param")
+    if dtype == "bfloat16":
+        settings.flags += ["--bf16-master-weights"] + ["--bf16"] * (other != "bfloat16")
+    converters: Any = settings.take("model.converters", [])
+    if converters:
+        settings.lacking.append(
+            f"model.converters {converters}: fp8 and other formats of the linear layers are not "
+            "supported; leave the converters out"
+        )
+
+
+def _schedule(settings: Settings) -> None:
+    """The learning rate: `build_lr_schedulers` in components/lr_scheduler.py.
+
+    Step k of a warmup of W steps has k / W of the rate, and the decay begins after step W + 1.
+    Here step k has position k - 1, so that a warmup of W - 1 steps which starts with 1 / W of the
+    rate, and a decay over the last steps, have the same rates.
+    """
+    style = str(settings.take("lr_scheduler.decay_type", "linear"))
+    rate, steps = float(settings.get("optimizer.lr")), int(settings.get("training.steps"))
+    total = int(settings.take("lr_scheduler.total_steps", steps))
+    warmup = min(total, int(settings.take("lr_scheduler.warmup_steps", 0)))
+    ratio = settings.take("lr_scheduler.decay_ratio")
+    factor = settings.take("lr_scheduler.lr_min", 0.0)
+    factor = settings.take("lr_scheduler.min_lr_factor", factor)
+    settings.add("min-lr", float(factor) * rate)
+    if warmup > 1:
+        settings.add("lr-warmup-iters", warmup - 1)
+        settings.add("lr-warmup-init", rate / warmup)
+    if total != steps:
+        settings.add("lr-decay-iters", total)
+    if style not in STYLES:
+        settings.lacking.append(f"lr_scheduler.decay_type {style}: supported: {', '.join(STYLES)}")
+        return
+    longest = total - warmup
+    decay = longest if ratio is None else min(longest, round(total * float(ratio)))
+    if decay:
+        settings.add("lr-decay-style", "WSD")
+        settings.add("lr-wsd-decay-style", STYLES[style])
+        settings.add("lr-wsd-decay-iters", decay)
+    else:
+        settings.add("lr-decay-style", "constant")
+
+
+def _validation(settings: Settings) -> None:
+    names = [key for key in settings.values if key.startswith("validation.")]
+    values = {key.removeprefix("validation."): settings.take(key) for key in names}
+    if not values.get("enable"):
+        settings.add("eval-iters", 0)
+        return
+    settings.add("eval-interval", values.get("freq") or 10)
+    batches = values.get("steps")
+    if batches and batches > 0:
+        settings.add("eval-iters", batches)
+    settings.differences.append(
+        "validation: its own data set and batch size; here --valid-data-path and --eval-iters "
+        "global batches"
+    )
