@@ -96,7 +96,7 @@ def _add_model(command: TrainingCommand) -> None:
     from megatron_ds.conversion.huggingface.read_config import read_settings
 
     try:
-        _, settings = read_settings(command.model)
+        settings = read_settings(command.model).settings
     except (UserError, OSError) as error:
         command.lacking.append(f"the model {command.model}: {error}")
         return

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.files.full_weights import load_full_weights
+from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.registry import open_source
@@ -24,7 +25,10 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
-PROMPT_TOKENS = 16
+COMPARED_TOKENS = 16
+"""Tokens whose logits are compared, the last ones of the prompt."""
+SCALED_TOKENS = 512
+"""Tokens of a prompt of a model with scaled positions, whose slow rotations differ far out."""
 TOLERANCE = 1e-4
 """Accepted difference of two models' fp32 logits, relative to the largest; a wrong tensor changes
 them by far more."""
@@ -77,9 +81,9 @@ def verify(source: SourceCheckpoint, folder: Path, name: str) -> float:
         UserError: If it is larger than rounding explains.
     """
     model = source.settings.model
-    tokens = min(PROMPT_TOKENS, model.seq_length)
     generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(0, model.vocab_size, (1, tokens), generator=generator)
+    size = (1, prompt_length(model))
+    prompt = torch.randint(0, model.vocab_size, size, generator=generator)
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     before = _logits(source, prompt, dtypes)
     written = open_source(folder, name)
@@ -92,8 +96,17 @@ def verify(source: SourceCheckpoint, folder: Path, name: str) -> float:
     return error
 
 
+def prompt_length(model: ModelConfig) -> int:
+    """Tokens of a prompt whose last ones depend on all parts of a model: on the edge of every
+    window, and on scaled positions."""
+    windows = [window for window in model.windows if window is not None]
+    longest = max(windows, default=0)
+    scaled = SCALED_TOKENS if model.is_rotary and model.rope_scalings else 0
+    return min(max(longest + COMPARED_TOKENS, scaled), model.seq_length)
+
+
 def _logits(source: SourceCheckpoint, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
-    """fp32 logits of the tokens of the vocabulary."""
+    """fp32 logits of the last tokens, for the tokens of the vocabulary."""
     if source.format == "hf":
         logits = _transformers_logits(source.path, prompt, dtypes)
     else:
@@ -102,14 +115,15 @@ def _logits(source: SourceCheckpoint, prompt: Tensor, dtypes: set[torch.dtype]) 
 
 
 def own_logits(source: SourceCheckpoint, prompt: Tensor) -> Tensor:
-    """fp32 logits [1, S, V] of the model of a source."""
+    """fp32 logits [1, S, V] of the model of a source, of the last `COMPARED_TOKENS`."""
     settings, mesh = source.settings, Mesh.single()
     raw = GPTModel(settings.model, mesh=mesh, rng=RngStreams(0), seed=None, moe=settings.moe)
     model = raw.float().eval()
     weights = ((name, tensor.read()) for name, tensor in source.tensors.items())
     load_full_weights(model, weights, 0, 1)
     with torch.no_grad():
-        logits: Tensor = model(prompt)
+        hidden_SBH = model(prompt, hidden_only=True)[-COMPARED_TOKENS:]
+        logits: Tensor = model.logits(hidden_SBH)
     return logits
 
 
@@ -143,5 +157,5 @@ def _transformers_logits(path: Path, prompt: Tensor, dtypes: set[torch.dtype]) -
         if len(dtypes) == 1:  # rounded as the target, unlike buffers
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(*dtypes))
-        logits: Tensor = model.eval()(prompt).logits
+        logits: Tensor = model.eval()(prompt, logits_to_keep=COMPARED_TOKENS).logits
     return logits

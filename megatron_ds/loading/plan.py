@@ -179,7 +179,7 @@ def _with_hf_model(config: Config, path: Path, warn: Warn) -> tuple[Config, list
 
     lacking: list[str] = []
     with malformed_values(path / HF_CONFIG):
-        settings = read_settings(path, lacking)[1]
+        settings = read_settings(path, lacking).settings
     if lacking:
         warn(Problem("plan-leaves-out", path=path / HF_CONFIG, parts="; ".join(lacking)))
     config, problems = merge_model(config, settings, path, warn)

@@ -21,6 +21,7 @@ from megatron_ds.config.problems import Problem, catalogue
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_config import settings_of
+from megatron_ds.conversion.huggingface.standard_values import standard_values
 from tests.import_graph import nodes, sources
 from tests.pages.flags import tool_tables
 from tests.pages.verified import SECTIONS, claims_in, tier
@@ -260,9 +261,9 @@ def test_the_families_of_the_model_page_have_the_flags_that_conversion_reads() -
     rows = re.findall(r"^\| `(\w+)` \| `(--.*)` \|$", MODEL.read_text("utf-8"), re.MULTILINE)
     assert [family for family, _ in rows] == list(FAMILIES)
     for name, flags in rows:
-        read = settings_of(
-            FAMILIES[name], ConfigValues(Path(), {**SMALL_CONFIG, "model_type": name})
-        ).model
+        family = FAMILIES[name]
+        values = standard_values({**SMALL_CONFIG, "model_type": name}, family)
+        read = settings_of(family, ConfigValues(Path(), values)).model
         config, _ = build_config(
             shlex.split(flags), world_size=1, warn=lambda text: pytest.fail(str(text))
         )

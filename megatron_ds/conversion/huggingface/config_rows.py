@@ -21,6 +21,12 @@ REQUIRED = object()
 Fields = dict[str, Any]
 """Values by field of `ModelConfig` or `MoEConfig`."""
 EXPERT_FIELDS = {item.name for item in dataclasses.fields(MoEConfig)}
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""Types of layers."""
+OLDER_TYPES = {"attention": FULL}
+FIELD_DEFAULTS = {
+    item.name: item.default for cls in (ModelConfig, MoEConfig) for item in dataclasses.fields(cls)
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ class ConfigValues:
     values: Mapping[str, Any]
     lacking: list[str] = field(default_factory=list)
     """Parts of the model that ours does not have, each with its key and value."""
+    used: set[str] = field(default_factory=set)
+    """Keys that were read, whether they are there or not."""
 
     def get(self, keys: str, default: Any = REQUIRED) -> Any:
         """The value of the first of several keys that is present.
@@ -38,6 +46,7 @@ class ConfigValues:
         Raises:
             UserError: If none is, and there is no default.
         """
+        self.used.update(keys.split())
         for key in keys.split():
             if key in self.values:
                 return self.values[key]
@@ -57,6 +66,10 @@ class ConfigValues:
             return value if value is None else cls(value)
         key, wanted = keys.split()[0], "an integer" if cls is int else "a number"
         raise self.unusable(key, value, wanted)
+
+    def inner(self, values: Mapping[str, Any]) -> ConfigValues:
+        """The values of an object in the file."""
+        return ConfigValues(self.path, values, self.lacking)
 
     def unusable(self, key: str, value: Any, wanted: str) -> UserError:
         """The error of a value of another type."""
@@ -82,13 +95,17 @@ def number(keys: str, field: str, cls: type[int] | type[float], default: Any = R
 
     Args:
         keys: The key that is written and, after it, other spellings that are read.
-        field: The field. Null gives it its default.
+        field: The field. Null is the absence of an optional part or size, and no dropout.
         cls: Type of the number.
         default: Value of an absent key.
     """
 
     def read(config: ConfigValues) -> Fields:
         value = config.number(keys, cls, default)
+        if value is None and field.endswith("_dropout"):
+            value = 0.0
+        if value is None and FIELD_DEFAULTS[field] is not None:
+            raise config.unusable(keys.split()[0], value, "a number")
         return {} if value is None else {field: value}
 
     def write(options: ModelConfig | MoEConfig) -> dict[str, Any]:
@@ -135,6 +152,30 @@ def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) ->
     return Row(read, write, bool(names & EXPERT_FIELDS))
 
 
-def ignored(**values: Any) -> Row:
+def layer_types(config: ConfigValues, every: int, pattern_key: str | None = None) -> list[str]:
+    """The type of each layer, `layer_types` or, without it, all but every N-th with a window.
+
+    Args:
+        config: The values.
+        every: N.
+        pattern_key: Key that has another N. None: the family has none.
+
+    Raises:
+        UserError: If the values are of other types.
+    """
+    if pattern_key is not None:
+        every = config.number(pattern_key, int, every) or 0
+        if every < 1:
+            raise config.unusable(pattern_key, config.get(pattern_key), "a positive integer")
+    types = config.get("layer_types", None)
+    if types is None:
+        layers = range(1, config.number("num_hidden_layers", int) + 1)
+        return [WINDOWED if layer % every else FULL for layer in layers]
+    if not isinstance(types, list):
+        raise config.unusable("layer_types", types, "a list")
+    return [OLDER_TYPES.get(str(name), str(name)) for name in types]
+
+
+def ignored(*, is_of_experts: bool = False, **values: Any) -> Row:
     """Keys that change nothing; written with these values."""
-    return Row(lambda config: {}, lambda model: dict(values))
+    return Row(lambda config: {}, lambda model: dict(values), is_of_experts)

@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.data_files import read_table
 from megatron_ds.conversion.huggingface.config_rows import (
+    FULL,
+    WINDOWED,
     ConfigValues,
     Row,
     choice,
     ignored,
+    layer_types,
     number,
 )
-from megatron_ds.conversion.huggingface.rope_rows import FULL, ROPE_LAYERS, WINDOWED, rope
+from megatron_ds.conversion.huggingface.rope_parameters import RopeKeys
+from megatron_ds.conversion.huggingface.rope_rows import (
+    LATENT_SIZES,
+    ROPE_LAYERS,
+    latent_scale,
+    rope,
+)
 
 TABLES = read_table(__file__)
 ACTIVATIONS: dict[str, dict[str, dict[str, Any]]] = TABLES.pop("activations")
@@ -42,11 +51,19 @@ class Family:
     grouped_qkv: bool = False
     is_transposed: bool = False
     buffers: Sequence[str] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    null_is_false: Sequence[str] = ()
+    unused: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+LayerTypes = Callable[[ConfigValues], list[str]]
+"""The type of each layer."""
 
 
 def _read_positions(config: ConfigValues) -> dict[str, Any]:
     """Learned positions: as many as the longest sequence."""
-    positions = config.number("n_positions n_ctx max_position_embeddings", int, 1024)
+    positions = config.number("n_positions", int, 1024)
     return {"max_position_embeddings": positions, "seq_length": positions}
 
 
@@ -79,25 +96,23 @@ def _read_windows(config: ConfigValues) -> dict[str, Any]:
     first = min(config.number("max_window_layers", int, 28) or 0, layers)
     pattern = f"[0] * {first} + [1] * {layers - first}"
     if types is not None:
-        pattern = _pattern_of(types, config)
-    fields = _read_window(config) if is_used is True else {}
-    return fields | {"window_attn_skip_freq": pattern} if fields else {}
+        pattern = _pattern_of(layer_types(config, layers), config)
+    window = _read_window(config)
+    return window | {"window_attn_skip_freq": pattern} if window and is_used is True else {}
 
 
-def _pattern_of(types: Any, config: ConfigValues) -> str:
+def _pattern_of(types: Sequence[str], config: ConfigValues) -> str:
     """Which layers have a window."""
-    if not isinstance(types, list) or not {*map(str, types)} <= {WINDOWED, FULL}:
-        config.lack("other kinds of attention", "layer_types", types)
+    if not {*types} <= {WINDOWED, FULL}:
+        config.lack("other kinds of attention", "layer_types", list(types))
     return str([int(name == WINDOWED) for name in types])
 
 
-def _windows(every: int, size: int = 4096) -> Row:
-    """A window in the layers that `layer_types` names; by default all but every N-th layer."""
+def _windows(types: LayerTypes, size: int = 4096) -> Row:
+    """A window in the layers of a type."""
 
     def read(config: ConfigValues) -> dict[str, Any]:
-        layers = range(1, config.number("num_hidden_layers", int) + 1)
-        default = [WINDOWED if layer % every else FULL for layer in layers]
-        pattern = _pattern_of(config.get("layer_types", None) or default, config)
+        pattern = _pattern_of(types(config), config)
         fields = _read_window(config, size)
         return fields | {"window_attn_skip_freq": pattern} if fields else {}
 
@@ -106,6 +121,13 @@ def _windows(every: int, size: int = 4096) -> Row:
         return {"sliding_window": model.window, "layer_types": types}
 
     return Row(read, write)
+
+
+def _read_full_attention(config: ConfigValues) -> dict[str, Any]:
+    """No window in any layer, whatever `sliding_window` is."""
+    if {*layer_types(config, 1)} != {FULL}:
+        config.lack("a sliding window", "layer_types", config.get("layer_types"))
+    return {}
 
 
 def _write_query_scale(model: ModelConfig) -> dict[str, Any]:
@@ -199,6 +221,15 @@ def _read_longrope(config: ConfigValues) -> dict[str, Any]:
     return {}
 
 
+def _read_latent_sizes(config: ConfigValues) -> dict[str, Any]:
+    """Sizes of a head that follow from others, where a file has them, too."""
+    plain, rotated = (config.number(key, int, size) for key, size in LATENT_SIZES.items())
+    for key, size in (("head_dim", rotated), ("qk_head_dim", rotated + plain)):
+        if (other := config.number(key, int, None)) not in (None, size):
+            config.lack("another size of a head", key, other)
+    return {}
+
+
 def _read_epsilon(config: ConfigValues) -> dict[str, Any]:
     """The norms of latent vectors have transformers' default, whatever the other norms have."""
     if (epsilon := config.number("rms_norm_eps", float, 1e-6)) != 1e-6:
@@ -220,6 +251,13 @@ LOGITS_SCALE = Row(
 OPTIONAL_WINDOW = Row(
     partial(_read_window, default=None), lambda model: {"sliding_window": model.window}
 )
+TYPES: dict[str, LayerTypes] = {
+    "gemma2": partial(layer_types, every=2),
+    "gemma3_text": partial(layer_types, every=6, pattern_key="sliding_window_pattern"),
+    "gpt_oss": partial(layer_types, every=2),
+    "olmo3": partial(layer_types, every=4),
+}
+"""The type of each layer by `model_type`, for families with windows in some layers."""
 SPECIAL_ROWS = {
     "gpt2": (
         Row(
@@ -233,42 +271,52 @@ SPECIAL_ROWS = {
         Row(_read_rotated, lambda model: {"rotary_dim": model.rotated_size}),
         EMBEDDING_DROPOUT,
     ),
+    "falcon": (Row(lambda config: {}, lambda model: {"num_kv_heads": model.kv_heads}),),
     "llama": (BIASES, ignored(pretraining_tp=1)),
     "qwen2": (Row(_read_windows, _write_windows),),
     "qwen3": (Row(_read_windows, _write_windows),),
     "gemma": (SCALED_EMBEDDING,),
-    "gemma2": (SCALED_EMBEDDING, QUERY_SCALE, _windows(2)),
-    "gemma3_text": (SCALED_EMBEDDING, QUERY_SCALE, _windows(6)),
-    "olmo3": (_windows(4),),
+    "gemma2": (SCALED_EMBEDDING, QUERY_SCALE, _windows(TYPES["gemma2"])),
+    "gemma3_text": (SCALED_EMBEDDING, QUERY_SCALE, _windows(TYPES["gemma3_text"])),
+    "olmo3": (_windows(TYPES["olmo3"]),),
     "granite": (BIASES, LOGITS_SCALE),
     "mistral": (Row(_read_window, lambda model: {"sliding_window": model.window}),),
-    "mixtral": (
-        OPTIONAL_WINDOW,
-        _experts("num_local_experts num_experts", 8),
-    ),
-    "gpt_oss": (_windows(2, 128), _experts("num_local_experts num_experts", 128)),
+    "mixtral": (OPTIONAL_WINDOW, _experts("num_local_experts", 8)),
+    "gpt_oss": (_windows(TYPES["gpt_oss"], 128), _experts("num_local_experts", 128)),
     "phi3": (EMBEDDING_DROPOUT, OPTIONAL_WINDOW, Row(_read_longrope, lambda model: {})),
-    "qwen3_moe": (_experts("num_experts num_local_experts", 128),),
+    "qwen3_moe": (
+        _experts("num_experts", 128),
+        Row(lambda config: {}, lambda model: {"max_window_layers": model.num_layers}),
+        ignored(is_of_experts=True, mlp_only_layers=[]),
+    ),
     "glm4_moe": (
-        _experts("n_routed_experts num_local_experts", 128),
+        _experts("n_routed_experts", 128),
         Row(_read_shared, _write_shared, is_of_experts=True),
     ),
     "deepseek_v3": (
         Row(_read_epsilon, lambda model: {"head_dim": model.qk_pos_emb_head_dim}),
-        _experts("n_routed_experts num_local_experts", 256),
+        Row(_read_latent_sizes, lambda model: {}),
+        latent_scale(RopeKeys()),
+        _experts("n_routed_experts", 256),
         Row(
             partial(_read_shared, dense=3, groups=8, chosen=4, scale=2.5, width=2048),
             _write_shared,
             is_of_experts=True,
         ),
+        ignored(is_of_experts=True, topk_method="noaux_tc", scoring_func="sigmoid"),
     ),
-    "smollm3": (BIASES, ROPE_LAYERS),
+    "smollm3": (BIASES, ROPE_LAYERS, Row(_read_full_attention, lambda model: {})),
 }
 """Rows by `model_type`, besides those of families.toml."""
 
 
-def _take_rows(entry: dict[str, Any]) -> Iterator[Row]:
-    """The rows of a family's keys, which are removed from its entry in families.toml."""
+def _take_rows(entry: dict[str, Any], layers: LayerTypes | None) -> Iterator[Row]:
+    """The rows of a family's keys, which are removed from its entry in families.toml.
+
+    Args:
+        entry: The entry.
+        layers: The type of each layer, if layers with a window have a rotary base of their own.
+    """
     fields = entry.pop("always")
     yield Row(lambda config: fields, lambda model: {})
     options = (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
@@ -284,7 +332,7 @@ def _take_rows(entry: dict[str, Any]) -> Iterator[Row]:
         key, default, values = entry.pop("activation")
         yield choice(key, "activation function of the MLP", default, ACTIVATIONS[values])
     if "rope" in entry:
-        yield rope(**entry.pop("rope"))
+        yield rope(RopeKeys(**entry.pop("rope")), layers)
     for key, (default, if_true, if_false, part) in entry.pop("switches", {}).items():
         yield choice(key, part, default, {True: if_true, False: if_false})
     for key, (default, supported, part) in entry.pop("only", {}).items():
@@ -299,7 +347,9 @@ def _families() -> Iterator[tuple[str, Family]]:
             key: like.get(key, {}) | value for key, value in values.items() if type(value) is dict
         }
         entry = like | values | inner
-        yield name, Family(rows=(*_take_rows(entry), *SPECIAL_ROWS.get(name, ())), **entry)
+        has_bases = "window_theta" in entry.get("rope", {})
+        rows = _take_rows(entry, TYPES[name] if has_bases else None)
+        yield name, Family(rows=(*rows, *SPECIAL_ROWS.get(name, ())), **entry)
 
 
 FAMILIES = dict(_families())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.fields import field_problems
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
 from megatron_ds.conversion.huggingface.config_rows import EXPERT_FIELDS, ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES, LACKING, Family
+from megatron_ds.conversion.huggingface.standard_values import refuse_unused, standard_values
 from megatron_ds.conversion.model_settings import ModelSettings, read_json_object
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 
@@ -21,8 +23,18 @@ FROM_MODEL_CONFIG = "_from_model_config"
 """Entry of a generation_config.json that has only the special ids of config.json."""
 
 
-def read_settings(path: Path, lacking: list[str] | None = None) -> tuple[Family, ModelSettings]:
-    """The family of a folder's model, and its settings.
+@dataclass(frozen=True)
+class DescribedModel:
+    """A model as the config.json of its folder describes it."""
+
+    family: Family
+    settings: ModelSettings
+    notes: tuple[Problem, ...] = ()
+    """Warnings for the user."""
+
+
+def read_settings(path: Path, lacking: list[str] | None = None) -> DescribedModel:
+    """The model of a folder.
 
     Args:
         path: The folder.
@@ -45,8 +57,9 @@ def read_settings(path: Path, lacking: list[str] | None = None) -> tuple[Family,
             raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(parts))
         known = ", ".join(FAMILIES)
         raise user_error("hf-model-type", path=path / HF_CONFIG, kind=model_type, known=known)
-    config = ConfigValues(path / HF_CONFIG, values)
+    config = ConfigValues(path / HF_CONFIG, standard_values(values, family))
     settings = settings_of(family, config)
+    unknown = sorted(refuse_unused(config, family))
     for key in ("quantization_config", "transformers_weights"):
         if values.get(key) is not None:
             config.lack("weights that are quantized or have another file name", key, "...")
@@ -57,16 +70,26 @@ def read_settings(path: Path, lacking: list[str] | None = None) -> tuple[Family,
     file = path / GENERATION
     generation = read_json_object(file) if file.is_file() else {}
     written = {FROM_MODEL_CONFIG, "transformers_version"}
-    return family, dataclasses.replace(
+    settings = dataclasses.replace(
         settings,
         tokenizer=hf_tokenizer.settings_of_folder(path),
         special_ids={name: values[name] for name in SPECIAL_IDS if name in values},
         generation={name: value for name, value in generation.items() if name not in written},
     )
+    if not unknown:
+        return DescribedModel(family, settings)
+    keys, architecture = ", ".join(unknown), family.architecture
+    note = Problem("hf-keys-unused", path=path / HF_CONFIG, keys=keys, architecture=architecture)
+    return DescribedModel(family, settings, (note,))
 
 
 def settings_of(family: Family, config: ConfigValues) -> ModelSettings:
-    """The settings that the values of a config.json mean; `config.lacking` has what they lack."""
+    """The settings that a config.json means; `config.lacking` has what they lack.
+
+    Args:
+        family: Family of the model.
+        config: The values as of `standard_values`.
+    """
     fields: dict[str, Any] = {}
     for row in family.rows:
         fields |= row.read(config)

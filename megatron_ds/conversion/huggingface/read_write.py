@@ -30,6 +30,7 @@ from megatron_ds.conversion.huggingface.read_config import (
     read_settings,
     settings_of,
 )
+from megatron_ds.conversion.huggingface.standard_values import standard_values
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, resolved
 from megatron_ds.conversion.safe_unpickle import is_mappable
 from megatron_ds.conversion.safetensors_files import (
@@ -71,7 +72,8 @@ def open_hf(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoin
 
 
 def _open(path: Path) -> SourceCheckpoint:
-    family, settings = read_settings(path)
+    described = read_settings(path)
+    family, settings = described.family, described.settings
     opened = _open_tensors(path).items()
     theirs = {name.removeprefix(family.prefix): tensor for name, tensor in opened}
     model, tables = settings.model, _tables(family)
@@ -95,7 +97,8 @@ def _open(path: Path) -> SourceCheckpoint:
     left = theirs.keys() - used
     if unknown := sorted(name for name in left if not name.endswith(tuple(family.buffers))):
         raise user_error("hf-tensors-unknown", path=path, names=", ".join(unknown))
-    return SourceCheckpoint(path, "hf", settings, tensors).checked(may_be_padded=False)
+    source = SourceCheckpoint(path, "hf", settings, tensors, notes=described.notes)
+    return source.checked(may_be_padded=False)
 
 
 def write_hf(
@@ -399,7 +402,7 @@ def _canonical(settings: ModelSettings) -> ModelSettings:
 
 def _differences(family: Family, values: Mapping[str, Any], settings: ModelSettings) -> str:
     """Parts that a family cannot express: where a config.json read back is another model."""
-    config = ConfigValues(Path(HF_CONFIG), values)
+    config = ConfigValues(Path(HF_CONFIG), standard_values(values, family))
     try:
         read = settings_of(family, config)
     except UserError as error:

@@ -1,86 +1,100 @@
 """Rotary positions in config.json of Hugging Face models: base, scaling, and layers without them.
 
-Versions before 5 of transformers have a key for each value and `rope_scaling`, later ones have all
-of them in `rope_parameters`, which may have an object for each type of layers. The former are
-written, which both read. The values are those that transformers takes from a file with both.
+The keys of versions before 5 of transformers are written, which later versions read, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.model.layer_pattern import pattern_of
-from megatron_ds.conversion.huggingface.config_rows import ConfigValues, Fields, Row
+from megatron_ds.conversion.huggingface.config_rows import FULL, WINDOWED, ConfigValues, Fields, Row
+from megatron_ds.conversion.huggingface.rope_parameters import (
+    FRACTION,
+    ORIGINAL,
+    PARAMETERS,
+    SCALING,
+    RopeKeys,
+)
 
-FULL, WINDOWED = "full_attention", "sliding_attention"
-"""Types of layers."""
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 8192}
 """Parameters of Llama 3.1, which no option changes."""
 LINEAR = "rotary_seq_len_interpolation_factor"
+LATENT_SIZES = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+"""Keys of the sizes of a latent head, and their defaults."""
 
 
-def rope(
-    theta_key: str = "rope_theta",
-    fraction_key: str | None = None,
-    fraction: float = 0.25,
-    theta: float = 10000.0,
-    window_theta: tuple[str, float] | None = None,
-    every: int = 6,
-    scaling: Mapping[str, Any] | None = None,
-) -> Row:
+def rope(keys: RopeKeys, types: Callable[[ConfigValues], list[str]] | None = None) -> Row:
     """Rotary position embeddings.
 
     Args:
-        theta_key: Key of the base.
-        fraction_key: Key of the fraction that is rotated. None: the family rotates everything,
-            whatever a file has as `partial_rotary_factor`.
-        fraction: Its default.
-        theta: Default of the base.
-        window_theta: Key and default of the base in layers with a window, which are not scaled.
-            None: all layers have the same base.
-        every: Every how many layers one has no window, by default.
-        scaling: Default of the scaling. None: no scaling.
+        keys: Where the family has its parameters.
+        types: The type of each layer, for families whose layers with a window have a base of their
+            own.
     """
 
     def read(config: ConfigValues) -> Fields:
-        value = config.get("rope_scaling", None) or config.get("rope_parameters", None)
-        value = value or scaling or {}
-        entries = value.items() if isinstance(value, dict) else ()
-        by_type = {key: entry for key, entry in entries if isinstance(entry, dict)}
-        if not isinstance(value, dict) or (by_type and FULL not in by_type):
-            raise config.unusable("rope_scaling", value, "an object")
-        full = ConfigValues(config.path, by_type.get(FULL, value), config.lacking)
-        base = full.number("rope_theta", float, config.get(theta_key, theta))
+        config.used.update(keys.names)
+        try:
+            parameters = keys.parameters(config.values)
+        except (TypeError, LookupError) as error:
+            value = config.values.get(SCALING) or config.values.get(PARAMETERS)
+            raise config.unusable(SCALING, value, "an object") from error
+        full = config.inner(parameters[FULL] if types is not None else parameters)
+        base = _base(full)
         fields = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": 1.0}
-        if fraction_key is not None:
-            default = config.get(fraction_key, fraction)
-            fields["rotary_percent"] = full.number("partial_rotary_factor", float, default)
         fields |= _read_scaling(full, config)
-        if window_theta is not None:
-            key, default = window_theta
-            windowed = ConfigValues(config.path, by_type.get(WINDOWED, {}), config.lacking)
-            if (rope_type := windowed.get("rope_type", "default")) != "default":
+        if keys.fraction is not None:
+            fields["rotary_percent"] = full.number(FRACTION, float)
+        elif full.get(FRACTION, 1.0) != 1 and full.get("rope_type") != "default":
+            config.lack("scaling of a part of the head's dimensions", FRACTION, full.get(FRACTION))
+        if types is not None:
+            _check_type_key(config)
+            windowed = config.inner(parameters[WINDOWED])
+            if (rope_type := windowed.get("rope_type")) != "default":
                 config.lack("scaling of rotary positions with a window", "rope_type", rope_type)
-            other = windowed.number("rope_theta", float, config.get(key, default))
-            fields |= _fields_by_type(layer_types(config, every), base, other)
-        elif by_type:
+            fields |= _fields_by_type(types(config), base, _base(windowed))
+        elif by_type := {
+            key: value for key, value in parameters.items() if isinstance(value, dict)
+        }:
             config.lack("rotary positions that depend on the type of the layer", "rope", by_type)
         return fields
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        written: dict[str, Any] = {theta_key: model.rotary_base}
-        plain = None if scaling is None else {"rope_type": "default"}
-        written["rope_scaling"] = write_scaling(model) or plain
-        if fraction_key is not None:
-            written[fraction_key] = model.rotary_percent
-        if window_theta is not None:
-            written |= _write_bases(model, theta_key, window_theta[0])
+        written: dict[str, Any] = {keys.theta_key: model.rotary_base}
+        plain = None if keys.scaling is None else {"rope_type": "default"}
+        written[SCALING] = write_scaling(model) or plain
+        if keys.fraction is not None:
+            written[keys.fraction_key] = model.rotary_percent
+        if keys.window_theta is not None:
+            written |= _write_bases(model, keys)
         return written
 
     return Row(read, write)
+
+
+def _check_type_key(config: ConfigValues) -> None:
+    """Version 5 of transformers ignores the older `type` of families with a base for each type of
+    layers, whose positions are then not scaled; version 4 does not."""
+    scaling = config.values.get(SCALING)
+    if isinstance(scaling, dict) and "type" in scaling and "rope_type" not in scaling:
+        part = "scaling that versions of transformers read differently: write rope_type for type"
+        config.lack(part, "type", scaling["type"])
+
+
+def _base(parameters: ConfigValues) -> float:
+    """The base.
+
+    Raises:
+        UserError: If it is not a number above 1, with which no rotation is slower than another.
+    """
+    base = parameters.number("rope_theta", float)
+    if base is None or base <= 1:
+        raise parameters.unusable("rope_theta", base, "a number above 1")
+    return float(base)
 
 
 def _fields_by_type(types: Sequence[str], base: float, other: float) -> Fields:
@@ -97,22 +111,20 @@ def _fields_by_type(types: Sequence[str], base: float, other: float) -> Fields:
     return {**per_layer, "rope_scaling_layers": pattern_of(is_full)}
 
 
-def _write_bases(model: ModelConfig, theta_key: str, window_key: str) -> dict[str, Any]:
+def _write_bases(model: ModelConfig, keys: RopeKeys) -> dict[str, Any]:
     """The bases of layers with and without a window, and their parameters by type of layer."""
     bases = dict(zip(model.windows, model.rotary_bases, strict=True))
     base = bases.pop(None, model.rotary_base)
     other = next(iter(bases.values()), model.rotary_base)
-    full = {"rope_type": "default", "rope_theta": base, **(write_scaling(model) or {})}
-    by_type = {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": other}}
-    return {theta_key: base, window_key: other, "rope_parameters": by_type}
-
-
-def layer_types(config: ConfigValues, every: int) -> list[str]:
-    """The type of each layer: by default every so many layers one has full attention."""
-    every = config.number("sliding_window_pattern", int, every)
-    layers = range(1, config.number("num_hidden_layers", int) + 1)
-    default = [WINDOWED if layer % every else FULL for layer in layers]
-    return list(config.get("layer_types", None) or default)
+    scaling = write_scaling(model)
+    full = {"rope_type": "default", "rope_theta": base, **(scaling or {})}
+    by_type: dict[str, Any] = {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": other}}
+    if scaling is not None and "truncate" in scaling:
+        by_type["truncate"] = scaling["truncate"]  # which is not read from the object of a type
+    written = {keys.theta_key: base, PARAMETERS: by_type}
+    if keys.window_theta is not None and (key := keys.window_theta[0]):
+        written[key] = other
+    return written
 
 
 def _read_scaling(scaling: ConfigValues, config: ConfigValues) -> Fields:
@@ -138,7 +150,7 @@ def _read_scaling(scaling: ConfigValues, config: ConfigValues) -> Fields:
     if rope_type != "yarn":
         scaling.lack("scaling of rotary positions", "rope_type", rope_type)
         return {}
-    original = scaling.number("original_max_position_embeddings", int, length)
+    original = scaling.number(ORIGINAL, int, length)
     factor = scaling.number("factor", float, None) or length / original
     scales = [scaling.number(key, float, None) or 0.0 for key in ("mscale", "mscale_all_dim")]
     amplitude = scaling.number("attention_factor", float, None)
@@ -157,7 +169,7 @@ def _read_scaling(scaling: ConfigValues, config: ConfigValues) -> Fields:
         "yarn_original_max_position_embeddings": original,
         "yarn_beta_fast": scaling.number("beta_fast", float, None) or 32.0,
         "yarn_beta_slow": scaling.number("beta_slow", float, None) or 1.0,
-        "yarn_correction_range_round_to_int": scaling.get("truncate", True),
+        "yarn_correction_range_round_to_int": bool(scaling.get("truncate", True)),
         **dict(zip(("mscale", "mscale_all_dim"), scales, strict=True)),
     }
 
@@ -172,7 +184,7 @@ def write_scaling(model: ModelConfig) -> dict[str, Any] | None:
         return {
             "rope_type": "yarn",
             "factor": model.rotary_scaling_factor,
-            "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+            ORIGINAL: model.yarn_original_max_position_embeddings,
             "beta_fast": model.yarn_beta_fast,
             "beta_slow": model.yarn_beta_slow,
             "truncate": model.yarn_correction_range_round_to_int,
@@ -189,17 +201,64 @@ def write_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return None
 
 
+def latent_scale(keys: RopeKeys) -> Row:
+    """The scale of the scores of multi-latent attention with scaled positions.
+
+    DeepSeek-V3 multiplies it by (0.1 mscale_all_dim ln(factor) + 1)^2 for every type of scaling and
+    whatever the factor of queries and keys is. The options of YaRN have both factors only if
+    `mscale` is there and `attention_factor` is not.
+
+    Args:
+        keys: Where the family has its rotary parameters.
+    """
+
+    def read(config: ConfigValues) -> Fields:
+        parameters = config.inner(keys.parameters(config.values))
+        rope_type, exponent = (
+            parameters.get("rope_type"),
+            parameters.number("mscale_all_dim", float, None),
+        )
+        if rope_type == "default" or not exponent:
+            return {}
+        has_options = (
+            parameters.get("mscale", None) and parameters.get("attention_factor", None) is None
+        )
+        if rope_type == "yarn" and has_options:
+            return {}
+        factor = parameters.number("factor", float)
+        if factor is None:
+            raise parameters.unusable("factor", factor, "a number")
+        scale = (0.1 * exponent * math.log(max(factor, 1.0)) + 1) ** 2
+        sizes = (config.number(key, int, default) for key, default in LATENT_SIZES.items())
+        # Rounded so that it is the same when read back.
+        return {"softmax_scale": float(f"{scale * sum(sizes) ** -0.5:.12g}")}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        scaling = write_scaling(model)
+        if model.softmax_scale is None or scaling is None or scaling["factor"] <= 1:
+            return {}
+        root = math.sqrt(model.softmax_scale * model.head_dim**0.5)
+        exponent = 10 * (root - 1) / math.log(scaling["factor"])
+        return {SCALING: {**scaling, "mscale_all_dim": exponent}}
+
+    return Row(read, write)
+
+
 def _read_rope_layers(config: ConfigValues) -> Fields:
     layers = config.get("no_rope_layers", None)
-    if not layers:
-        return {"no_rope_freq": str(config.number("no_rope_layer_interval", int, 4))}
+    interval = config.number("no_rope_layer_interval", int, 4)
+    if layers is None:
+        return {"no_rope_freq": str(interval)}
     present = layers[: config.number("num_hidden_layers", int)]
     return {"no_rope_freq": pattern_of([not has_rope for has_rope in present])}
 
 
 def _write_rope_layers(model: ModelConfig) -> dict[str, Any]:
+    """Both the layers and the interval, which is not read next to them, as in published files."""
     lacking = model.rope_layers.get("no_rope_freq", ())
-    return {"no_rope_layers": [int(not lacks_rope) for lacks_rope in lacking]}
+    interval = [*lacking, True].index(True) + 1
+    layers = [int(not lacks_rope) for lacks_rope in lacking]
+    return {"no_rope_layers": layers, "no_rope_layer_interval": interval}
 
 
 ROPE_LAYERS = Row(_read_rope_layers, _write_rope_layers)

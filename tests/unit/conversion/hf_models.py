@@ -30,6 +30,12 @@ def random_model(name: str, **changes: Any) -> Any:
     config = getattr(transformers, family)(**arguments)
     config.update(changes)
     model = transformers.AutoModelForCausalLM.from_config(config, **EAGER).eval()
+    randomize(model)
+    return model
+
+
+def randomize(model: Any) -> None:
+    """Gives random values to all parameters of a model, and to the biases of its routers."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -38,7 +44,6 @@ def random_model(name: str, **changes: Any) -> Any:
         for key, state in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 state.copy_(0.3 * torch.randn(state.shape, generator=generator))
-    return model
 
 
 def load_strictly(folder: Path, **options: Any) -> Any:

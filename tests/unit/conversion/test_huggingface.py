@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from megatron_ds.config import ModelConfig, TokenizerConfig
-from megatron_ds.conversion.huggingface.config_rows import ConfigValues
+from megatron_ds.conversion.huggingface.config_rows import ConfigValues, layer_types
 from megatron_ds.conversion.huggingface.read_write import (
     GENERATION,
     PICKLED,
@@ -22,6 +23,7 @@ from megatron_ds.conversion.huggingface.read_write import (
     open_hf,
     write_hf,
 )
+from megatron_ds.conversion.huggingface.rope_parameters import RopeKeys
 from megatron_ds.conversion.huggingface.rope_rows import rope
 from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
 from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
@@ -328,7 +330,8 @@ GEMMA3 = {
 )
 def test_layers_with_a_window_have_a_base_of_their_own(changes: dict[str, Any]) -> None:
     """In keys of versions before 5 of transformers, and in those that version 5 writes."""
-    row = rope(theta=1e6, window_theta=("rope_local_base_freq", 1e4))
+    keys = RopeKeys(theta=1e6, window_theta=("rope_local_base_freq", 1e4))
+    row = rope(keys, functools.partial(layer_types, every=6))
     theirs = transformers.Gemma3TextConfig(**GEMMA3, **changes)
     rotary = Gemma3RotaryEmbedding(theirs)
     sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 1, "seq_length": 8}
@@ -357,6 +360,11 @@ def test_layers_with_a_window_have_a_base_of_their_own(changes: dict[str, Any]) 
         ("llama", {"transformers_weights": "other.safetensors"}, "transformers_weights"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "mish"}, "mish"),
+        ("llama", {"sliding_window": 5}, "sliding_window: 5"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"model_type": "olmo"}, "LayerNorm without weights"),
         ("llama", {"model_type": "qwen3_next"}, "linear attention"),
@@ -394,6 +402,10 @@ def test_parts_that_the_model_lacks_are_named(
         ({"num_hidden_layers": float("inf")}, "hf-config-value"),
         ({"vocab_size": VOCAB - 1}, "weights-shape-mismatch"),
         ({"rope_parameters": 5}, "hf-config-value"),
+        ({"rope_parameters": {"rope_theta": 0}}, "hf-config-value"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "hf-config-value"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "hf-config-value"),
+        ({"rms_norm_eps": None}, "hf-config-value"),
         ({"num_attention_heads": 5}, "foreign-file-unreadable"),
         ({"num_hidden_layers": 3}, "hf-tensors-missing"),
         ({"num_hidden_layers": 1}, "hf-tensors-unknown"),
@@ -406,6 +418,13 @@ def test_wrong_configurations_are_rejected(
     change_config(saved(tmp_path), **change)
     with raises_problem(code):
         open_hf(tmp_path)
+
+
+def test_keys_without_a_meaning_are_named(tmp_path: Path) -> None:
+    change_config(saved(tmp_path), unheard_of=3, other=[1], harmless=None, use_cache=True)
+    (note,) = open_hf(tmp_path).notes
+    assert note.code == "hf-keys-unused"
+    assert "other, unheard_of" in note.render()
 
 
 def test_missing_and_foreign_files_are_rejected(tmp_path: Path) -> None:
@@ -516,6 +535,18 @@ def test_a_given_family_must_have_the_parts(tmp_path: Path) -> None:
     assert load_strictly(tmp_path / "hf").config.model_type == "mistral"
     with raises_problem("hf-no-family", contains="embed_layernorm"):
         write_hf(source, tmp_path / "other", WriteOptions(hf_model_type="bloom"))
+    # The family takes "gelu" for its tanh approximation, and has no other name of the exact one.
+    gemma = {**LLAMA_LIKE, "activation": "geglu", "apply_layernorm_1p": True}
+    gemma |= {"embedding_multiplier": SMALL["hidden_size"] ** 0.5}
+    gemma |= {"untie_embeddings_and_output_weights": False}
+    options = WriteOptions(hf_model_type="gemma")
+    for approximation in ("tanh", "none"):
+        model = ModelConfig(**SMALL, **gemma, gelu_approximation=approximation)
+        if approximation == "none":
+            with raises_problem("hf-no-family", contains="gelu_approximation none"):
+                write_hf(random_source(model), tmp_path / "exact", options)
+        else:
+            write_hf(random_source(model), tmp_path / "gemma", options)
     alibi = random_source(ModelConfig(**SMALL, position_embedding_type="none"))
     with raises_problem("hf-no-family"):
         write_hf(alibi, tmp_path / "other")
