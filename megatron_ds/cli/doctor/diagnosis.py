@@ -6,17 +6,19 @@ Knows no torch.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ds.cli.arguments import Complete, build_config
 from megatron_ds.cli.command import render
 from megatron_ds.cli.doctor.commands import shown
+from megatron_ds.cli.doctor.counterparts import with_counterparts
 from megatron_ds.cli.doctor.frameworks import TrainingCommand, tables
 from megatron_ds.cli.doctor.shell import NAME, unmarked
-from megatron_ds.cli.flags import different_defaults, training_flags
+from megatron_ds.cli.flags import dashed, different_defaults, training_flags
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
 from megatron_ds.config.problems import Problem
 
@@ -86,6 +88,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         folder: Where a DeepSpeed file that the script writes is put.
     """
     warnings: list[Problem] = []
+    command = replace(command, flags=with_counterparts(command.flags))
     config, _ = build_config(command.flags, world_size=1, warn=lambda _: None)
     smallest = math.prod(max(1, size) for size in config.axis_sizes.values())
     world_size, path = command.world_size or smallest, config.deepspeed.deepspeed_config
@@ -93,6 +96,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     config, problems = build_config(
         flags, world_size=world_size, warn=warnings.append, complete=complete
     )
+    config, unclipped = _as_without_keys(config)
     table, name = training_flags(), path and unmarked(path)
 
     def text(problem: Problem) -> str:
@@ -106,10 +110,10 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         if variable in used and not variable.startswith("SLURM_")
     ]
     unread += [f"{command.place}: {', '.join(command.unread)}"] * bool(command.unread)
-    differences = [*map(text, warnings)]
+    differences = [*map(text, warnings), *unclipped]
     if command.world_size is None:
         differences.append(f"the number of processes is left open: {smallest} here; --world-size N")
-    differences += command.differences if command.source else _defaults(config)
+    differences += command.differences if command.source else _defaults(config, command)
     lacking = [*command.lacking, *missing]
     lacking += [text(item) for item in problems if getattr(item, "code", "") not in MISSING_FILES]
     written = config if path is None else config.with_values({"deepspeed_config": path})
@@ -142,18 +146,34 @@ def _with_file(command: TrainingCommand, path: str, folder: Path) -> tuple[list[
     return [flag.replace(path, str(copy)) for flag in command.flags], []
 
 
-def _defaults(config: Config) -> Iterator[str]:
+def _as_without_keys(config: Config) -> tuple[Config, list[str]]:
+    """The settings that the forks have without some keys of the DeepSpeed file, and why."""
+    file, reasons = config.deepspeed_file, []
+    for row in tables()["deepspeed"]:
+        if file is not None and file.get(row["without"]) is None:
+            changed = config.with_values({row["field"]: row["value"]})
+            config = replace(changed, given=config.given | {row["field"]})
+            reasons.append(f"{row['theirs']}; so {flag_of(row['field'])} {row['value']:g} here")
+    return config, reasons
+
+
+def _defaults(config: Config, command: TrainingCommand) -> Iterator[str]:
     """Defaults that differ, of options that have an effect and were not given."""
     set_fields, needed = config.given | config.origins.keys(), tables()["default_matters_with"]
     for row in different_defaults():
         option = training_flags().by_name[row["flag"]].field
         condition = needed.get(row["flag"])
         matters = condition is None or (condition and config.in_effect(condition))
-        if matters and config.has_effect(option) and option not in set_fields:
+        is_its_own = "owner" not in row or _is_of_microsoft(command)
+        if matters and is_its_own and config.has_effect(option) and option not in set_fields:
             note = f" ({row['note']})" if row["note"] else ""
             yield f"--{row['flag']} is not given: {row['peers']} there, {row['ours']} here{note}"
-    file = config.deepspeed_file
-    for row in tables()["deepspeed"]:
-        if file is not None and file.get(row["without"]) is None:
-            value = config.in_effect(row["field"])
-            yield f"{row['theirs']}; here {flag_of(row['field'])} {value}"
+
+
+def _is_of_microsoft(command: TrainingCommand) -> bool:
+    """Whether a command may be one of microsoft's fork: with DeepSpeed, and no flag of Core."""
+    names = {dashed(word.partition("=")[0]) for word in command.flags if word.startswith("--")}
+    programs = tables()["programs"]
+    foreign = programs["core_flags"].split()
+    is_core = any(fnmatch.fnmatchcase(name, part) for name in names for part in foreign)
+    return not is_core and not names.isdisjoint(programs["deepspeed_flags"].split())

@@ -24,7 +24,8 @@ import pytest
 
 from megatron_ds.cli import flags
 from megatron_ds.cli.command import table_of
-from megatron_ds.cli.doctor.frameworks import TrainingCommand, _translate_key, tables
+from megatron_ds.cli.doctor.frameworks import _translate_key, trainer_table
+from megatron_ds.cli.doctor.trainers.settings import Settings
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, ModelConfig
@@ -143,14 +144,15 @@ def test_the_list_of_today_is_that_of_megatron() -> None:
 
 @pytest.mark.parametrize("value", [True, False])
 def test_every_key_of_primus_is_read(value: bool) -> None:
-    command = TrainingCommand("file")
+    settings = Settings({})
     for name in flags_of_today()["Primus"]:
         key = name.removeprefix("--").replace("-", "_")
-        _translate_key(tables()["primus"], {key: value}, key, command)
-    assert command.unread == []
-    is_off = "--disable-bias-linear" in command.flags
+        settings.values[key] = value
+        _translate_key(trainer_table("primus"), settings, key)
+    assert [entry for entry in settings.lacking if "an unknown key" in entry] == []
+    is_off = "--disable-bias-linear" in settings.flags
     assert is_off is not value
-    assert ("--use-turbo-attention" in command.flags) is value
+    assert ("--use-turbo-attention" in settings.flags) is value
 
 
 MINDSPEED = CASES["mindspeed"]

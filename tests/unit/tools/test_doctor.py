@@ -197,7 +197,7 @@ def test_differences_have_both_values(tmp_path: Path) -> None:
     found = "\n".join(diagnosis_of(command, tmp_path).differences)
     assert "--use-flash-attn has no effect" in found
     assert "without gradient_clipping in the DeepSpeed file" in found
-    assert "here --clip-grad 1.0" in found
+    assert "so --clip-grad 0 here" in found
     assert "--expert-interval is not given: 2 there, 1 here" in found
 
 
