@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.fields import option_field
@@ -42,7 +42,26 @@ class Defaults(CandidateOptions):
     seed: int | None = option_field(None, minimum=0)
 
 
-def request_field(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+class InvalidPart(NamedTuple):
+    """A part of a field's value that makes it invalid."""
+
+    path: str
+    """From the field, such as `[2].content`."""
+    expected: str
+    """Valid values, for messages."""
+    value: Any
+    """`MISSING` if there is none."""
+
+
+MISSING = object()
+
+
+def request_field(
+    default: Any,
+    expected: str,
+    is_valid: Callable[[Any], bool],
+    find_invalid: Callable[[Any], Iterator[InvalidPart]] = lambda value: iter(()),
+) -> Any:
     """A field of a request.
 
     Args:
@@ -50,8 +69,9 @@ def request_field(default: Any, expected: str, is_valid: Callable[[Any], bool]) 
         expected: Valid values, for messages.
         is_valid: Whether a value is one of them. Types are compared exactly: bool is a subclass of
             int.
+        find_invalid: The parts of an invalid value that messages name; none for the value itself.
     """
-    metadata = {"expected": expected, "is_valid": is_valid}
+    metadata = {"expected": expected, "is_valid": is_valid, "find_invalid": find_invalid}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -84,6 +104,16 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and not SURROGATE.search(value)
 
 
+def invalid_entries(
+    value: Any, expected: str, is_valid: Callable[[Any], bool], limit: int
+) -> Iterator[InvalidPart]:
+    """The invalid entries of a list; none if it is no list, or has more entries than the limit."""
+    if isinstance(value, list) and len(value) <= limit:
+        for index, entry in enumerate(value):
+            if not is_valid(entry):
+                yield InvalidPart(f"[{index}]", expected, entry)
+
+
 def _is_prompts(value: Any) -> bool:
     is_list = isinstance(value, list) and 1 <= len(value) <= MAX_PROMPTS
     return is_list and all(map(is_text, value))
@@ -94,7 +124,10 @@ class GenerationRequest:
     """A request, validated as far as possible without tokenizer and model."""
 
     prompts: tuple[str, ...] = request_field(
-        (), f"a list of 1 to {MAX_PROMPTS} strings of valid Unicode", _is_prompts
+        (),
+        f"a list of 1 to {MAX_PROMPTS} strings of valid Unicode",
+        _is_prompts,
+        lambda value: invalid_entries(value, "a string of valid Unicode", is_text, MAX_PROMPTS),
     )
     tokens_to_generate: int | None = integer_field(0, 2**31 - 1, None)
     """None: the default number, limited by the maximal length of a text."""
@@ -224,10 +257,20 @@ def _field_problems(
             yield Problem("request-field-unknown", as_json=_as_json(name), field_hint=hint)
             continue
         if not known[name]["is_valid"](value):
-            expected, as_json = known[name]["expected"], _as_json(value)
-            yield Problem(
-                "request-value-invalid", name, name=name, expected=expected, as_json=as_json
-            )
+            yield from _value_problems(name, value, known[name])
+
+
+def _value_problems(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with an invalid value, part by part if the field finds parts."""
+    find_invalid = metadata.get("find_invalid", lambda value: ())
+    whole = InvalidPart("", metadata.get("expected", ""), value)
+    for part in list(itertools.islice(find_invalid(value), MAX_PROBLEMS)) or [whole]:
+        path = f"{name}{part.path}"
+        if part.value is MISSING:
+            yield Problem("request-part-missing", name, name=path, expected=part.expected)
+        else:
+            values = {"expected": part.expected, "as_json": _as_json(part.value)}
+            yield Problem("request-value-invalid", name, name=path, **values)
 
 
 def _field_hint(name: str, known: Mapping[str, Any]) -> str:

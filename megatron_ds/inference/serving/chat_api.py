@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.inference.serving.api_schema import (
+    MISSING,
+    InvalidPart,
     flag_field,
     integer_field,
     is_text,
@@ -30,19 +32,59 @@ from megatron_ds.inference.serving.service import GenerationJob
 from megatron_ds.inference.serving.template_process import TemplateProcess
 from megatron_ds.tokenizer.chat_template import ChatTemplate
 
+MESSAGE = 'an object such as {"role": "user", "content": "Hello"}'
+ROLE = 'a string such as "user"'
+PART = 'an object such as {"type": "text", "text": "Hello"}'
+CONTENT = f"a string of valid Unicode, or a list of parts, each {PART}"
+UNSUPPORTED = {"tool_calls": "tools", "function_call": "tools", "audio": "audio"}
+"""Fields of OpenAI's messages without support, and what they are for."""
 
-def _is_part(value: Any) -> bool:
-    is_typed = isinstance(value, dict) and value.get("type") == "text"
-    return is_typed and is_text(value.get("text"))
+
+def _invalid_messages(value: Any) -> Iterator[InvalidPart]:
+    for index, message in enumerate(value if isinstance(value, list) else []):
+        if not isinstance(message, dict):
+            yield InvalidPart(f"[{index}]", MESSAGE, message)
+            continue
+        for part in _invalid_fields(message):
+            yield part._replace(path=f"[{index}]{part.path}")
 
 
-def _is_message(value: Any) -> bool:
-    if not (isinstance(value, dict) and is_text(value.get("role"))):
-        return False
-    content = value.get("content")
+def _invalid_fields(message: dict[str, Any]) -> Iterator[InvalidPart]:
+    """In a message; null is the same as no value."""
+    given = {name: value for name, value in message.items() if value is not None}
+    role, content = (
+        given.get("role", MISSING),
+        given.get("content", message.get("content", MISSING)),
+    )
+    if not is_text(role):
+        yield InvalidPart(".role", ROLE, role)
+    unsupported = [name for name in UNSUPPORTED if given.get(name, []) != []]
+    for name in unsupported:
+        expected = f"null or left out ({UNSUPPORTED[name]}: not supported)"
+        yield InvalidPart(f".{name}", expected, given[name])
     if isinstance(content, list):
-        return all(map(_is_part, content))
-    return is_text(content)
+        for index, part in enumerate(content):
+            for invalid in _invalid_content(part):
+                yield invalid._replace(path=f".content[{index}]{invalid.path}")
+    elif not is_text(content) and not (unsupported and "content" not in given):
+        yield InvalidPart(".content", CONTENT, content)
+
+
+def _invalid_content(part: Any) -> Iterator[InvalidPart]:
+    """In a part of a message's content."""
+    if not isinstance(part, dict):
+        yield InvalidPart("", PART, part)
+    elif part.get("type") != "text":
+        expected = '"text" (images, audio and files are not supported)'
+        yield InvalidPart(".type", expected, part.get("type", MISSING))
+    elif not is_text(part.get("text")):
+        yield InvalidPart(".text", "a string of valid Unicode", part.get("text", MISSING))
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and not any(True for _ in _invalid_messages(value))
+    )
 
 
 @dataclass(frozen=True)
@@ -51,8 +93,9 @@ class ChatRequest(OpenAiRequest):
 
     messages: Any = request_field(
         (),
-        'a list of objects such as {"role": "user", "content": "text"}',
-        lambda value: isinstance(value, list) and bool(value) and all(map(_is_message, value)),
+        f"a list of messages, each {MESSAGE}",
+        _is_conversation,
+        _invalid_messages,
     )
     max_tokens: int | None = integer_field(1, 2**31 - 1, None)
     max_completion_tokens: int | None = integer_field(1, 2**31 - 1, None)
@@ -82,7 +125,15 @@ class ChatApi:
             raise user_error("chat-template-missing", name=self.completions.names[0])
         request = self.completions.request(body, ChatRequest, "messages")
         raise_if_any(request.problems())
-        messages = [dict(entry) for entry in request.messages]
+        # Clients send back what they have received, with null where there is nothing.
+        messages = [
+            {
+                name: value
+                for name, value in entry.items()
+                if value is not None and name not in UNSUPPORTED
+            }
+            for entry in request.messages
+        ]
         for message in messages:
             if isinstance(message["content"], list):
                 message["content"] = "\n".join(part["text"] for part in message["content"])

@@ -21,8 +21,10 @@ from megatron_ds.inference.generation.token_text import TokenText
 from megatron_ds.inference.serving.api_schema import (
     MAX_PROMPTS,
     Defaults,
+    InvalidPart,
     flag_field,
     integer_field,
+    invalid_entries,
     is_text,
     neutral_fields,
     number_field,
@@ -55,10 +57,24 @@ def _is_prompt(value: Any) -> bool:
     return is_list and (all(map(is_text, value)) or all(map(_is_ids, value)))
 
 
+def _invalid_prompts(value: Any) -> Iterator[InvalidPart]:
+    """By what the first entry is: a text, an id, or the ids of a prompt."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str):
+        yield from invalid_entries(value, "a string of valid Unicode", is_text, MAX_PROMPTS)
+    elif isinstance(first, list):
+        yield from invalid_entries(value, "a list of ids", _is_ids, MAX_PROMPTS)
+    elif isinstance(value, list):
+        yield from invalid_entries(value, "an id", lambda entry: _is_ids([entry]), len(value))
+
+
+def _is_stop_string(value: Any) -> bool:
+    return is_text(value) and bool(value)
+
+
 def _is_stop(value: Any) -> bool:
     strings = value if isinstance(value, list) else [value]
-    is_short = len(strings) <= MAX_STOPS
-    return is_short and all(is_text(string) and string for string in strings)
+    return len(strings) <= MAX_STOPS and all(map(_is_stop_string, strings))
 
 
 def _is_stream_options(value: Any) -> bool:
@@ -79,7 +95,12 @@ class OpenAiRequest:
     stream_options: dict[str, bool] | None = request_field(
         None, 'an object such as {"include_usage": true}', _is_stream_options
     )
-    stop: Any = request_field((), f"a string or a list of up to {MAX_STOPS} strings", _is_stop)
+    stop: Any = request_field(
+        (),
+        f"a string or a list of up to {MAX_STOPS} strings, none of them empty",
+        _is_stop,
+        lambda value: invalid_entries(value, "a string, not empty", _is_stop_string, MAX_STOPS),
+    )
     seed: int | None = integer_field(0, 2**63 - 1, None)
 
     def problems(self) -> Iterator[Problem]:
@@ -98,6 +119,7 @@ class CompletionRequest(OpenAiRequest):
         "",
         f"a string, a list of 1 to {MAX_PROMPTS} strings, ids, or a list of lists of ids",
         _is_prompt,
+        _invalid_prompts,
     )
     max_tokens: int = integer_field(0, 2**31 - 1, DEFAULT_NEW_TOKENS)
     best_of: int | None = integer_field(1, 128, None)

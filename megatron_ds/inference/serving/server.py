@@ -46,6 +46,8 @@ from megatron_ds.inference.serving.server_metrics import ServerMetrics
 from megatron_ds.inference.serving.service import GenerationJob
 from megatron_ds.inference.serving.stop_signals import stopping
 from megatron_ds.inference.serving.worker_thread import WorkerThread
+from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.process.time_limits import end_process
 
 MAX_BODY = 8 * 2**20
 """Bytes of a request."""
@@ -151,7 +153,8 @@ class TextServer:
             server.handle_exit(signum, None)  # a second SIGINT gives up open connections
             self._scheduler.stop()
 
-        with stopping(stop, EXIT_TIMEOUT_S):
+        end = functools.partial(end_process, ExitCode.FINISHED)
+        with stopping(stop, end, EXIT_TIMEOUT_S):
             # The model stays in the main thread: a second thread would have threads of its own
             # for matrix products, and they would wait for each other.
             serving = threading.Thread(

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.config.problems import Problem, counted, raise_if_any, user_error
 from megatron_ds.inference.generation.beam import BeamSearchConfig, Hypothesis, beam_search
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
@@ -166,14 +166,19 @@ class TextGenerationService:
         """Check that a prompt of this many tokens and its continuation fit."""
         limit = self.max_length
         if new_tokens is not None and length + new_tokens > limit:
+            # Only what helps: a prompt keeps a token, and a request for some tokens asks for one.
+            excess, advice = length + new_tokens - limit, list[str]()
+            if excess < length:
+                advice.append(f"shorten the prompt by {counted(excess, 'token')}")
+            if length < limit:
+                advice.append(f"ask for at most {counted(limit - length, 'new token')}")
             yield Problem(
                 "prompt-and-new-tokens-exceed-length",
                 number=index,
                 num_ids=length,
                 new_tokens=new_tokens,
                 max_length=limit,
-                excess=length + new_tokens - limit,
-                fewer=f", or ask for at most {limit - length} new ones" * (length < limit),
+                advice=", or ".join(advice) or "shorten the prompt, and ask for fewer new tokens",
             )
         elif new_tokens is None and length >= limit:
             yield Problem("prompt-fills-sequence", number=index, length=length, max_length=limit)

@@ -13,29 +13,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_ds.inference.serving.watchdog import NUMBERS
-from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.process.time_limits import end_process
 
 KILL_AFTER_S = 2.5
 """After the limit, for the output of a process that ends itself."""
 
 
 @contextmanager
-def stopping(stop: Callable[[int], None], limit_s: float) -> Iterator[None]:
+def stopping(
+    stop: Callable[[int], None], end: Callable[[], object], limit_s: float
+) -> Iterator[None]:
     """Calls a function, inside the context, with the number of each SIGTERM and SIGINT.
 
-    The process ends even if the main thread does not return: with status 0 after the limit, or
-    killed by another process if a call holds the interpreter's lock, without which no thread runs.
-    Python's handlers would wait for the main thread. The kernel writes the number of a signal to a
-    socket instead, which another thread reads.
+    The process ends even if the main thread does not return. It is killed by another process if a
+    call holds the interpreter's lock, without which no thread runs. Python's handlers would wait
+    for the main thread. The kernel writes the number of a signal to a socket instead, which another
+    thread reads.
 
     Args:
         stop: Called in another thread.
-        limit_s: Seconds after the first signal.
+        end: Ends this process, from any thread.
+        limit_s: Seconds after the first signal, until it is called.
     """
     receiving, sending = socket.socketpair()
     sending.setblocking(False)
-    limit = threading.Timer(limit_s, end_process, [ExitCode.FINISHED])
+    limit = threading.Timer(limit_s, end)
     limit.daemon = True
     watchdog = _start_watchdog(receiving, limit_s + KILL_AFTER_S)
 

@@ -87,7 +87,9 @@ INVALID_VALUES |= {"add_BOS": ["yes"], "beam_width": [0], "length_penalty": ["1"
 @pytest.mark.parametrize("name", INVALID_VALUES)
 def test_invalid_values_are_rejected(name: str) -> None:
     for value in INVALID_VALUES[name]:
-        with raises_problem("request-value-invalid", name, contains=json.dumps(value)[:50]):
+        is_entry = name == "prompts" and isinstance(value, list) and len(value) == 1
+        shown = json.dumps(value[0] if is_entry else value)[:50]
+        with raises_problem("request-value-invalid", name, contains=shown):
             read_fields(**{name: value})
 
 
@@ -128,6 +130,13 @@ def test_all_invalid_fields_are_reported_at_once() -> None:
 
     invalid = "request-value-invalid"
     assert codes(raised.value.problems) == [invalid, invalid, "request-field-unknown"]
+
+
+def test_each_invalid_prompt_is_named() -> None:
+    with pytest.raises(UserError) as raised:
+        read_fields(prompts=["a", 5, "b", ["c"], None])
+    places = [str(problem).split()[0] for problem in raised.value.problems]
+    assert places == ["prompts[1]", "prompts[3]", "prompts[4]"]
 
 
 def test_messages_are_short() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.config.problems import UserError
 from megatron_ds.inference.serving.api_schema import Defaults
 from megatron_ds.inference.serving.chat_api import ChatApi
 from megatron_ds.inference.serving.completions_api import CompletionsApi
@@ -146,10 +147,6 @@ def test_parts_of_a_message_are_joined(api: ChatApi) -> None:
 
 
 INVALID: dict[str, list[Any]] = TABLES["invalid"]
-INVALID["messages"] += [
-    [{"role": "user", "content": [part]}]
-    for part in ("x", {"type": "image_url"}, {"type": "text", "text": 3})
-]
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -157,6 +154,37 @@ def test_invalid_values_are_rejected(api: ChatApi, name: str) -> None:
     for value in INVALID[name]:
         with raises_problem("request-value-invalid", name):
             read(api, **{name: value})
+
+
+@pytest.mark.parametrize("case", TABLES["invalid_messages"])
+def test_errors_name_message_and_field(api: ChatApi, case: str) -> None:
+    """Claim (serving): errors about messages name each message and field, all at once"""
+    messages, expected = TABLES["invalid_messages"][case]
+    with pytest.raises(UserError) as raised:
+        read(api, messages=messages, temperature="hot")
+    *shown, other = sorted(raised.value.problems, key=lambda each: each.fields, reverse=False)
+    assert other.fields == ("temperature",)
+    assert {problem.fields for problem in shown} == {("messages",)}
+    texts = dict(str(problem).split(" ", 1) for problem in shown)
+    assert texts.keys() == {f"messages{path}" for path in expected}
+    for path, word in expected.items():
+        assert word in texts[f"messages{path}"]
+    for problem in shown:
+        is_missing = problem.code == "request-part-missing"
+        assert is_missing != (problem.code == "request-value-invalid")
+
+
+def test_messages_that_a_client_has_received_may_be_sent_back(api: ChatApi) -> None:
+    answer = {"role": "assistant", "content": "B", "refusal": None, "annotations": None}
+    answer |= {"audio": None, "function_call": None, "tool_calls": None}
+    plain = [MESSAGES[1], {"role": "assistant", "content": "B"}, MESSAGES[1]]
+    expected = read(api, messages=plain).prompts
+    assert read(api, messages=[MESSAGES[1], answer, MESSAGES[1]]).prompts == expected
+    empty = [MESSAGES[1], answer | {"tool_calls": []}, MESSAGES[1]]
+    assert read(api, messages=empty).prompts == expected
+    defined = "{{ 'A' if messages[1].tool_calls is defined }}{{ messages[1].content }}"
+    other = ChatApi(api.completions, ChatTemplate(defined, {}))
+    assert read(other, messages=empty).prompts == [TOKENIZER.encode("B")]
 
 
 def test_unsuitable_requests_are_rejected(api: ChatApi) -> None:

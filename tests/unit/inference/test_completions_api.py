@@ -87,6 +87,26 @@ def test_invalid_values_are_rejected(api: CompletionsApi, name: str, value: Any)
         read(api, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("prompt", ["A", 5, "B", None, "\ud800"], ["[1]", "[3]", "[4]"]),
+        ("prompt", [[1, 2], "A", [-1], []], ["[1]", "[2]", "[3]"]),
+        ("prompt", [1, "A", True, 2], ["[1]", "[2]"]),
+        ("stop", ["A", 5, ""], ["[1]", "[2]"]),
+        ("stop", ["A"] * 5, [""]),
+    ],
+)
+def test_invalid_entries_are_named(
+    api: CompletionsApi, field: str, value: Any, expected: list[str]
+) -> None:
+    with pytest.raises(UserError) as raised:
+        read(api, **{field: value})
+    assert codes(raised.value.problems) == ["request-value-invalid"] * len(expected)
+    for problem, path in zip(raised.value.problems, expected, strict=True):
+        assert str(problem).startswith(f"{field}{path} must be ")
+
+
 def test_all_invalid_fields_are_named(api: CompletionsApi) -> None:
     with pytest.raises(UserError) as raised:
         read(api, n=0, prompt=[], temperatur=1, seed=-1)
