@@ -51,22 +51,22 @@ def _invalid_messages(value: Any) -> Iterator[InvalidPart]:
 
 def _invalid_fields(message: dict[str, Any]) -> Iterator[InvalidPart]:
     """In a message; null is the same as no value."""
-    given = {name: value for name, value in message.items() if value is not None}
+    present = {name: value for name, value in message.items() if value is not None}
     role, content = (
-        given.get("role", MISSING),
-        given.get("content", message.get("content", MISSING)),
+        present.get("role", MISSING),
+        present.get("content", message.get("content", MISSING)),
     )
     if not is_text(role):
         yield InvalidPart(".role", ROLE, role)
-    unsupported = [name for name in UNSUPPORTED if given.get(name, []) != []]
+    unsupported = [name for name in UNSUPPORTED if present.get(name, []) != []]
     for name in unsupported:
         expected = f"null or left out ({UNSUPPORTED[name]}: not supported)"
-        yield InvalidPart(f".{name}", expected, given[name])
+        yield InvalidPart(f".{name}", expected, present[name])
     if isinstance(content, list):
         for index, part in enumerate(content):
             for invalid in _invalid_content(part):
                 yield invalid._replace(path=f".content[{index}]{invalid.path}")
-    elif not is_text(content) and not (unsupported and "content" not in given):
+    elif not is_text(content) and not (unsupported and "content" not in present):
         yield InvalidPart(".content", CONTENT, content)
 
 
