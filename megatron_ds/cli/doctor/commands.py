@@ -10,14 +10,24 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_ds.cli.doctor.frameworks import FILES, TrainingCommand, tables, translate
+from megatron_ds.cli.doctor.frameworks import (
+    FILES,
+    TrainingCommand,
+    tables,
+    translate,
+    translate_values,
+)
 from megatron_ds.cli.doctor.sandbox import execute
 from megatron_ds.cli.doctor.shell import NAME, OPENED, SCRIPTS, Reading, Shell, unmarked
+from megatron_ds.cli.doctor.trainer_flags import is_of_trainer, trainer_values
 from megatron_ds.cli.flags import PROGRAM, dashed, training_flags
 from megatron_ds.config.problems import user_error
 
+TITAN = "torchtitan.train"
+"""Module that torchtitan's commands start, whose settings are Python since 2026."""
 TRAINING = re.compile(r"(pre_?train|train|finetune|run_clm|sft)\w*\.py")
 SBATCH = re.compile(r"^#SBATCH +(.*?)(?: +#.*)?$", flags=re.MULTILINE)
 
@@ -40,11 +50,15 @@ def read_source(
     if path.suffix in FILES:
         files = [Path(word) for word in words if Path(word).suffix in FILES]
         return [translate(files, ranks)]
+    if path.suffix == ".py" and len(words) == 1 and not TRAINING.fullmatch(path.name):
+        raise user_error("doctor-python-settings", path=path)
     reading, header = read_script(words, variables)
     if executes:
         reading = execute(words, variables)
     commands = commands_of(reading, header, ranks)
     if not commands:
+        if any(TITAN in program for program, _ in reading.started):
+            raise user_error("doctor-python-settings", path=words[0])
         programs = ", ".join(sorted({started[0] for started, _ in reading.started})) or "nothing"
         ended = "".join(f" ({entry})" for entry in reading.unread if executes)
         raise user_error("doctor-no-command", source=words[0], programs=programs + ended)
@@ -88,8 +102,17 @@ def commands_of(reading: Reading, header: list[str], ranks: int | None) -> list[
                 # A variable without a value is no argument.
                 if not OPENED.fullmatch(word) or (flag is not None and flag.nargs != 0):
                     command.flags.append(word)
+            if is_of_trainer(command.flags):
+                command = _of_trainer(command, words[first + 1 :])
             commands.append(command)
     return commands
+
+
+def _of_trainer(command: TrainingCommand, arguments: Sequence[str]) -> TrainingCommand:
+    """The command of a script with Hugging Face's Trainer, and with these arguments."""
+    values = trainer_values(arguments)
+    result = translate_values("huggingface", values, command.place, command.world_size)
+    return replace(result, launcher=command.launcher, reading=command.reading)
 
 
 def shown(word: str) -> str:

@@ -114,7 +114,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     if command.world_size is None:
         differences.append(f"the number of processes is left open: {smallest} here; --world-size N")
     differences += command.differences if command.source else _defaults(config, command)
-    lacking = [*command.lacking, *missing]
+    lacking = [*map(unmarked, command.lacking), *missing]
     lacking += [text(item) for item in problems if getattr(item, "code", "") not in MISSING_FILES]
     written = config if path is None else config.with_values({"deepspeed_config": path})
     return Diagnosis(command, written, config, world_size, unread, differences, lacking)

@@ -46,7 +46,6 @@ from megatron_ds.cli.doctor.trainers.settings import Settings, is_off, text_of
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.options.deepspeed_file import get, leaves
 from megatron_ds.config.problems import user_error
 
 FILES = (".toml", ".yaml", ".yml", ".json")
@@ -134,7 +133,7 @@ def translate_values(
     table = trainer_table(trainer)
     settings = Settings(dict(table["defaults"]) | dict(values), frozenset(values))
     if world_size is None and "world" in table:
-        world_size = math.prod(int(settings.get(key, 1)) for key in table["world"])
+        world_size = math.prod(settings.number(key, 1, keeps=True) for key in table["world"])
     settings.differences += [
         f"{topic}: {theirs}; here {ours}" for topic, theirs, ours in table.get("differences", ())
     ]
@@ -142,7 +141,7 @@ def translate_values(
     if trainer in PREPARE:
         PREPARE[trainer](settings)
     folder = settings.take(table.get("model", ""))
-    micro, steps, total = (int(settings.take(key, 0)) for key in table["batch"])
+    micro, steps, total = (settings.number(key, 0) for key in table["batch"])
     for key in settings.values:
         if settings.values[key] is not None and _has_effect(table, settings, key):
             _translate_key(table, settings, key)
@@ -218,10 +217,13 @@ def _read(path: Path, further: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     raise user_error("doctor-unknown-file", path=path, required=required)
 
 
-def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all nested blocks, by their keys joined with points."""
-    nested = dict(values)
-    return {key.removeprefix("--").replace("-", "_"): get(nested, key) for key in leaves(nested)}
+def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of all nested blocks, by their keys joined with points; an empty block is one."""
+    known: dict[str, Any] = {}
+    for name, value in values.items():
+        key = prefix + str(name).removeprefix("--").replace("-", "_")
+        known |= _by_key(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return known
 
 
 def _covers(pattern: str, key: str) -> bool:

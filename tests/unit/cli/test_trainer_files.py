@@ -133,6 +133,37 @@ def test_the_files_of_one_run_of_gpt_neox_are_read_together(tmp_path: Path) -> N
     assert command.flags[command.flags.index("--num-layers") + 1] == "2"
 
 
+def test_flags_of_the_trainer_in_a_script_are_read_as_its_settings(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "torchrun --nproc_per_node 4 run_clm.py --per_device_train_batch_size 2 --do_train \\\n"
+        "  --gradient-accumulation-steps=3 --learning_rate 3e-4 --bf16 --max_steps 100 \\\n"
+        "  --num_train_epochs $EPOCHS --gradient_checkpointing False \\\n"
+        "  --report_to wandb tensorboard \\\n"
+        "  --output_dir $SCRATCH/out --neftune_noise_alpha $NOISE\n"
+    )
+    (command,) = read_source([str(script)], {}, None)
+    result = diagnose(command, doctor._complete, tmp_path)
+    schedule, config = result.config.schedule, result.config
+    assert (schedule.micro_batch_size, schedule.global_batch_size) == (2, 24)
+    assert (config.optimizer.lr, config.precision.bf16, schedule.train_iters) == (3e-4, True, 100)
+    assert result.command.unread == ["do_train", "report_to"]
+    assert result.lacking[0].startswith("neftune_noise_alpha $NOISE: ")
+    assert '--save "$SCRATCH/out"' in result.command_text()
+    assert result.command_text().startswith("torchrun --nproc_per_node 4 pretrain_gpt.py")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "CONFIG=a\ntorchrun -m torchtitan.train --module llama3 --config $CONFIG\n"]
+)
+def test_settings_in_python_are_refused_and_not_executed(text: str, tmp_path: Path) -> None:
+    path = tmp_path / ("run_train.sh" if text else "config_registry.py")
+    path.write_text(text or f"open({str(tmp_path / 'marker')!r}, 'w')\n")
+    with raises_problem("doctor-python-settings"):
+        read_source([str(path)], {}, None, executes=not text)
+    assert not (tmp_path / "marker").exists()
+
+
 def neox_rate(done: int, style: str, warmup: float, end: int) -> float:
     """megatron/learning_rates.py of gpt-neox, for a peak of 1 and a least rate of 0.1."""
     if done <= warmup:

@@ -25,7 +25,7 @@ SCALED = ("gpt2",)
 
 def prepare(settings: Settings) -> None:
     """Translates the keys whose meaning depends on other keys."""
-    steps = int(settings.get("max_steps", -1))
+    steps = settings.number("max_steps", -1, keeps=True)
     _length(settings, steps)
     _schedule(settings, steps)
     _intervals(settings, steps)
@@ -48,9 +48,9 @@ def _length(settings: Settings, steps: int) -> None:
 def _schedule(settings: Settings, steps: int) -> None:
     """The learning rate: `get_scheduler` in optimization.py."""
     name = str(settings.take("lr_scheduler_type", "linear"))
-    warmup = float(settings.take("warmup_steps", 0))
-    if ratio := settings.take("warmup_ratio"):
-        warmup = warmup or float(ratio)
+    warmup = settings.number("warmup_steps", 0)
+    if ratio := settings.number("warmup_ratio"):
+        warmup = warmup or ratio
         settings.differences.append(
             f"warmup_ratio {text_of(ratio)}: an argument of transformers 4; 5 has a fraction in "
             "warmup_steps"
@@ -63,17 +63,16 @@ def _schedule(settings: Settings, steps: int) -> None:
             settings.add("lr-warmup-iters", math.ceil(count))
         else:
             settings.add("lr-warmup-fraction", warmup)
-    rate = float(settings.get("learning_rate", 5e-5))
-    arguments = [key for key in settings.values if key.startswith(KWARGS)]
-    values = {key.removeprefix(KWARGS): settings.take(key) for key in arguments}
+    rate = settings.number("learning_rate", 5e-5, keeps=True)
     settings.take("lr_scheduler_kwargs")
-    least = values.pop("min_lr", None)
-    part = values.pop("min_lr_rate", None)
-    part = values.pop("min_lr_ratio", None) if part is None else part
-    if least is None and part is not None:
-        least = float(part) * rate
+    least = settings.number(f"{KWARGS}min_lr")
+    for key in ("min_lr_rate", "min_lr_ratio"):
+        part = settings.number(f"{KWARGS}{key}")
+        least = part * rate if least is None and part is not None else least
     if least is not None:
         settings.add("min-lr", float(least))
+    arguments = [key for key in settings.values if key.startswith(KWARGS)]
+    values = {key.removeprefix(KWARGS): settings.take(key) for key in arguments}
     if name in ("constant", "constant_with_warmup"):
         settings.add("lr-decay-style", "constant")
     elif name in ("linear", "cosine", "cosine_with_min_lr"):
@@ -103,8 +102,8 @@ def _intervals(settings: Settings, steps: int) -> None:
     for name, flag in INTERVALS.items():
         strategy = str(settings.take(f"{name}_strategy", defaults[name]))
         strategy = str(old) if name == "eval" and old is not None else strategy
-        fallback = settings.get("logging_steps") if name == "eval" else None
-        value = float(settings.take(f"{name}_steps", 500 if fallback is None else fallback))
+        fallback = settings.number("logging_steps", keeps=True) if name == "eval" else None
+        value = settings.number(f"{name}_steps", 500 if fallback is None else fallback)
         if strategy == "steps" and value < 1 and steps <= 0:
             settings.differences.append(
                 f"{name}_steps {value:g}: a fraction of the run; set --{flag} to this part of it"
@@ -164,7 +163,7 @@ def _model(settings: Settings) -> None:
 def _router_loss(settings: Settings, values: Mapping[str, Any]) -> None:
     """The loss of all layers together, whose balanced value is k; here one of each layer, of 1."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    if not any(int(values.get(name) or 0) > 1 for name in names):
+    if not any(str(values.get(name) or "0") not in ("0", "1") for name in names):
         return
     coefficient = float(values.get("router_aux_loss_coef") or 0.001)
     chosen, layers = values.get("num_experts_per_tok") or 2, values.get("num_hidden_layers") or 1

@@ -52,44 +52,43 @@ def _model(settings: Settings) -> None:
 
 
 def _experts(settings: Settings) -> None:
-    keys = [key for key in settings.values if key.startswith(EXPERTS)]
-    values = {key.removeprefix(EXPERTS): settings.take(key) for key in keys}
-    if not any(value is not None for value in values.values()):
+    """Experts: `MoEConfig`, of which an empty block has the defaults, and nn/moe.py."""
+    block = settings.take(EXPERTS.removesuffix("."))
+    if block is None and not any(
+        key.startswith(EXPERTS) and value is not None for key, value in settings.values.items()
+    ):
         return
-    experts, width = values.pop("num_experts", None) or 8, values.pop("moe_intermediate_size", None)
-    layers = values.pop("layers", None) or [-1]
-    settings.add("num-experts", experts)
-    settings.add("moe-router-topk", values.pop("top_k", None) or 2)
+    settings.add("num-experts", settings.number(f"{EXPERTS}num_experts", 8))
+    settings.add("moe-router-topk", settings.number(f"{EXPERTS}top_k", 2))
     settings.add("moe-router-pre-softmax")
-    settings.add("moe-ffn-hidden-size", width or 1408)
-    coefficient = values.pop("router_aux_loss_coef", None)
-    coefficient = 0.01 if coefficient is None else float(coefficient)
+    width = settings.number(f"{EXPERTS}moe_intermediate_size", 1408)
+    settings.add("moe-ffn-hidden-size", width)
+    coefficient = settings.number(f"{EXPERTS}router_aux_loss_coef", 0.01)
     settings.add("moe-aux-loss-coeff", coefficient)
     if coefficient:
         settings.differences.append(
             f"{EXPERTS}router_aux_loss_coef {coefficient:g}: nothing in nanotron reads it "
             "(2026-04), there is no auxiliary loss; here --moe-aux-loss-coeff, of which 0 is none"
         )
-    size = values.pop("shared_expert_intermediate_size", None)
-    if values.pop("enable_shared_expert", None):
-        settings.add("moe-shared-expert-intermediate-size", size or 5632)
+    shared_width = settings.number(f"{EXPERTS}shared_expert_intermediate_size", 5632)
+    if settings.take(f"{EXPERTS}enable_shared_expert"):
+        settings.add("moe-shared-expert-intermediate-size", shared_width)
         settings.add("moe-shared-expert-gate")
-    count = settings.get(f"{MODEL}num_hidden_layers", 32)
-    if layers != [-1]:
-        pattern = ",".join(str(int(layer in layers)) for layer in range(int(count)))
+    settings.take(f"{EXPERTS}token_dispatcher_type")
+    layers: Any = settings.take(f"{EXPERTS}layers", [-1])
+    count = settings.number(f"{MODEL}num_hidden_layers", 32, keeps=True)
+    if layers != [-1] and isinstance(layers, list):
+        pattern = ",".join(str(int(layer in layers)) for layer in range(count))
         settings.add("moe-layer-freq", f"[{pattern}]")
-    values.pop("token_dispatcher_type", None)
-    for name, value in values.items():
-        settings.values[f"{EXPERTS}{name}"] = value
 
 
 def _window(settings: Settings) -> None:
     """The window has `size` tokens with the token itself; layers without positions have none."""
-    size = settings.take(f"{MODEL}sliding_window_size")
+    size = settings.number(f"{MODEL}sliding_window_size")
     step = settings.get(f"{MODEL}no_rope_layer")
     mask = str(settings.take(f"{MODEL}flex_attention_mask") or "")
     if size is not None:
-        settings.add("window-size", f"{int(size) - 1},0")
+        settings.add("window-size", f"{size - 1},0")
         if step:
             settings.add("window-attn-skip-freq", step)
     if "document" in mask:
@@ -98,35 +97,35 @@ def _window(settings: Settings) -> None:
 
 def _schedule(settings: Settings) -> None:
     """The learning rate: `lr_scheduler_builder` in helpers.py."""
-    rate = settings.get(f"{SCHEDULE}learning_rate")
+    rate = settings.number(f"{SCHEDULE}learning_rate", keeps=True)
     style = str(settings.take(f"{SCHEDULE}lr_decay_style", "linear"))
-    warmup = int(settings.get(f"{SCHEDULE}lr_warmup_steps", 0))
-    steps = settings.get("tokens.train_steps")
+    warmup = settings.number(f"{SCHEDULE}lr_warmup_steps", 0, keeps=True)
+    steps = settings.number("tokens.train_steps", keeps=True)
     start, length = (
-        settings.take(f"{SCHEDULE}lr_decay_{key}") for key in ("starting_step", "steps")
+        settings.number(f"{SCHEDULE}lr_decay_{key}") for key in ("starting_step", "steps")
     )
-    least = settings.take(f"{SCHEDULE}min_decay_lr", rate)
+    least = settings.number(f"{SCHEDULE}min_decay_lr", rate)
     if style not in STYLES:
         settings.lacking.append(f"{SCHEDULE}lr_decay_style {style}: supported: {', '.join(STYLES)}")
         return
     if least is not None:
         settings.add("min-lr", float(least))
     if length is None and steps:
-        length = int(steps) - warmup  # the decay's start is not subtracted: `Config.__post_init__`
-    first = warmup if start is None else int(start)
+        length = steps - warmup  # the decay's start is not subtracted: `Config.__post_init__`
+    first = warmup if start is None else start
     if start is not None and length:
         settings.add("lr-decay-style", "WSD")
         settings.add("lr-wsd-decay-style", STYLES[style])
         settings.add("lr-wsd-decay-iters", length)
     else:
         settings.add("lr-decay-style", STYLES[style])
-    if length and steps and first + int(length) != int(steps):
-        settings.add("lr-decay-iters", first + int(length))
+    if length and steps and first + length != steps:
+        settings.add("lr-decay-iters", first + length)
 
 
 def _weight_decay(settings: Settings) -> None:
     """Norms and biases decay, too, unless a pattern excludes them."""
-    decay = settings.get("optimizer.weight_decay")
+    decay = settings.number("optimizer.weight_decay", keeps=True)
     excluded: Any = settings.take("optimizer.weight_decay_exclude_named_params", [])
     if EMBEDDING in excluded:
         settings.add("embedding-weight-decay", 0)

@@ -7,7 +7,6 @@ Knows no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from megatron_ds.cli.doctor.trainers.settings import Settings, text_of
@@ -47,8 +46,9 @@ def feed_forward_size(width: int, multiple: int, *, gated: bool) -> tuple[int, i
 def _feed_forward(settings: Settings) -> None:
     name = str(settings.take("activation", "gelu"))
     is_fused = settings.take("bias_gelu_fusion", False)
-    hidden, width = settings.get("hidden_size"), settings.take("intermediate_size")
-    factor = settings.take("expansion_factor")
+    hidden = settings.number("hidden_size", keeps=True)
+    width = settings.number("intermediate_size")
+    factor = settings.number("expansion_factor")
     if settings.take("mlp_type") == "llama":  # until September 2024
         name = {"silu": "swiglu", "gelu": "geglu"}.get(name, f"{name} with mlp_type llama")
         if hidden:
@@ -70,7 +70,7 @@ def _feed_forward(settings: Settings) -> None:
 
 def _ffn_hidden_size(settings: Settings, width: int, *, gated: bool) -> None:
     is_given = "mlp_multiple_of" in settings.given
-    multiple = int(settings.take("mlp_multiple_of", 1))
+    multiple = settings.number("mlp_multiple_of", 1)
     outer, inner = feed_forward_size(width, multiple, gated=gated)
     settings.add("ffn-hidden-size", inner)
     if outer != inner:
@@ -109,8 +109,8 @@ def _biases(settings: Settings) -> None:
 def _initial_weights(settings: Settings) -> None:
     name = str(settings.take("init_method", "normal"))
     last = str(settings.take("output_layer_init_method", "scaled_normal"))
-    layers, hidden = settings.get("num_layers"), settings.get("hidden_size")
-    normal = float(settings.get("init_method_std", 0.02))
+    layers, hidden = (settings.number(key, keeps=True) for key in ("num_layers", "hidden_size"))
+    normal = settings.number("init_method_std", 0.02, keeps=True)
     sizes = {"normal": normal, "scaled_normal": math.nan, "wang_init": math.nan}
     if layers and hidden:
         sizes |= {
@@ -143,10 +143,10 @@ def _initial_weights(settings: Settings) -> None:
 def _schedule(settings: Settings) -> None:
     """The learning rate: `AnnealingLR` in megatron/learning_rates.py, and its callers."""
     style = str(settings.take("lr_decay_style", "linear")).lower()
-    peak = float(settings.get("optimizer.params.lr", 0.001))
-    least, warmup = float(settings.take("min_lr", 0.0)), float(settings.take("warmup", 0.01))
-    steps, fraction = settings.get("train_iters"), settings.take("lr_decay_fraction")
-    decay = settings.take("lr_decay_iters")
+    peak = settings.number("optimizer.params.lr", 0.001, keeps=True)
+    least, warmup = settings.number("min_lr", 0.0), settings.number("warmup", 0.01)
+    steps = settings.number("train_iters", keeps=True)
+    fraction, decay = settings.number("lr_decay_fraction"), settings.number("lr_decay_iters")
     if decay is None and fraction is not None and steps:
         decay = max(1, math.floor(steps * fraction))
     elif decay is None and fraction is not None:
@@ -212,13 +212,13 @@ def _attention(settings: Settings) -> None:
             f"attention_config with {', '.join(foreign)}: layers are those of a GPT with causal "
             f"attention ({', '.join(ATTENTION)}); another model has no counterpart"
         )
-    width = settings.take("sliding_window_width")
+    width = settings.number("sliding_window_width")
     if width is not None:
         settings.add("window-size", f"{width},0")
         settings.differences.append(
             f"sliding_window_width {width}: gpt-neox's kernels attend to {width} tokens before a "
             "token, which the command does; models that count the token itself (Mistral) have "
-            f"--window-size {int(width) - 1},0"
+            f"--window-size {width - 1},0"
         )
 
 
@@ -240,7 +240,7 @@ def _residual(settings: Settings) -> None:
 
 
 def _experts(settings: Settings) -> None:
-    experts = int(settings.take("moe_num_experts", 1))
+    experts = settings.number("moe_num_experts", 1)
     names = [key for key in settings.values if key.startswith(("moe_", "enable_expert_"))]
     router = settings.get("moe_router_type", "sinkhorn")
     for key in names:
@@ -255,8 +255,9 @@ def _experts(settings: Settings) -> None:
 
 def _blend(settings: Settings) -> None:
     for name in ("train", "valid", "test"):
-        paths: Sequence[object] = settings.take(f"{name}_data_paths", [])
+        paths: Any = settings.take(f"{name}_data_paths", [])
         weights = settings.take(f"{name}_data_weights", [1.0] * len(paths))
+        paths = [paths] if isinstance(paths, str) else paths
         if paths:
             pairs = zip(weights, paths, strict=False)
             words = [text_of(word) for pair in pairs for word in pair]
@@ -264,9 +265,9 @@ def _blend(settings: Settings) -> None:
 
 
 def _gradients(settings: Settings) -> None:
-    power = settings.take("fp16.initial_scale_power")
+    power = settings.number("fp16.initial_scale_power")
     if power is not None and settings.get("fp16.enabled"):
-        settings.add("initial-loss-scale", 2 ** int(power))
+        settings.add("initial-loss-scale", 2**power)
     accumulated = settings.take("data_types.grad_accum_dtype")
     is_bf16 = settings.get("precision") == "bfloat16" or any(
         settings.get(f"{name}.enabled") for name in ("bf16", "bfloat16")

@@ -39,6 +39,22 @@ class Settings:
         value = self.values.get(key)
         return default if value is None else value
 
+    def number(self, key: str, default: Any = None, *, keeps: bool = False) -> Any:
+        """A number, also of a text such as `1e-4`, which YAML does not read as a number.
+
+        Args:
+            key: Its key, which is taken out.
+            default: Without the key, and for what is no number, which is named.
+            keeps: Leave the key, whose flag reports what is no number.
+        """
+        value = self.get(key) if keeps else self.take(key)
+        try:
+            result = default if value is None else float(value)
+        except (TypeError, ValueError):
+            self.lacking += [f"{key} {value}: must be a number"] * (not keeps)
+            return default
+        return int(result) if isinstance(result, float) and result.is_integer() else result
+
     def add(self, flag: str, *values: object) -> None:
         """Adds a flag; numbers are written with up to ten digits."""
         self.flags += [f"--{flag}", *map(text_of, values)]

@@ -17,12 +17,12 @@ def prepare(settings: Settings) -> None:
     """Translates the keys whose meaning depends on other keys."""
     _schedule(settings)
     _validation(settings)
-    decay = float(settings.get("optimizer.weight_decay", 0.0))
+    decay = settings.number("optimizer.weight_decay", 0.0, keeps=True)
     if settings.get("model.name") == "llama3":
         decay_of_all(settings, decay)
     # DeepSpeed's pipeline partitions optimizer states only; the results are the same.
-    shards = int(settings.take("parallelism.data_parallel_shard_degree", -1))
-    stages = int(settings.get("parallelism.pipeline_parallel_degree", 1))
+    shards = settings.number("parallelism.data_parallel_shard_degree", -1)
+    stages = settings.number("parallelism.pipeline_parallel_degree", 1, keeps=True)
     settings.add("zero-stage", 1 if shards == 1 or stages > 1 else 3)
     dtype, other = settings.take("training.dtype"), settings.get("training.mixed_precision_param")
     if dtype == "bfloat16":
@@ -43,13 +43,14 @@ def _schedule(settings: Settings) -> None:
     rate, and a decay over the last steps, have the same rates.
     """
     style = str(settings.take("lr_scheduler.decay_type", "linear"))
-    rate, steps = float(settings.get("optimizer.lr")), int(settings.get("training.steps"))
-    total = int(settings.take("lr_scheduler.total_steps", steps))
-    warmup = min(total, int(settings.take("lr_scheduler.warmup_steps", 0)))
-    ratio = settings.take("lr_scheduler.decay_ratio")
-    factor = settings.take("lr_scheduler.lr_min", 0.0)
-    factor = settings.take("lr_scheduler.min_lr_factor", factor)
-    settings.add("min-lr", float(factor) * rate)
+    rate = settings.number("optimizer.lr", 8e-4, keeps=True)
+    steps = settings.number("training.steps", 10000, keeps=True)
+    total = settings.number("lr_scheduler.total_steps", steps)
+    warmup = min(total, settings.number("lr_scheduler.warmup_steps", 0))
+    ratio = settings.number("lr_scheduler.decay_ratio")
+    factor = settings.number("lr_scheduler.lr_min", 0.0)
+    factor = settings.number("lr_scheduler.min_lr_factor", factor)
+    settings.add("min-lr", float(factor * rate))
     if warmup > 1:
         settings.add("lr-warmup-iters", warmup - 1)
         settings.add("lr-warmup-init", rate / warmup)
@@ -59,7 +60,7 @@ def _schedule(settings: Settings) -> None:
         settings.lacking.append(f"lr_scheduler.decay_type {style}: supported: {', '.join(STYLES)}")
         return
     longest = total - warmup
-    decay = longest if ratio is None else min(longest, round(total * float(ratio)))
+    decay = longest if ratio is None else min(longest, round(total * ratio))
     if decay:
         settings.add("lr-decay-style", "WSD")
         settings.add("lr-wsd-decay-style", STYLES[style])
