@@ -210,6 +210,7 @@ def _correct(
         engine.compile()
         model.compiled = "the model by DeepSpeed's DeepCompile"
     deepspeed_patches.drop_skipped_gradients(engine.optimizer)
+    deepspeed_patches.check_every_copy(engine.optimizer, mesh)
     nvme_states.align_gradients(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
 

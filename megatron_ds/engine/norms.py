@@ -1,11 +1,13 @@
 """Sums over parameters, gradients and updates that are partitioned over the ranks.
 
-Owns which rank counts which parameter, and what is counted in the optimizer's step itself: the
-zeros of its gradients, and the norms and sums of each parameter.
+Owns which rank counts which parameter, that copies which are not counted must be finite as well,
+and what is counted in the optimizer's step itself: the zeros of its gradients, and the norms and
+sums of each parameter.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -82,6 +84,9 @@ def is_counted(parameter: nn.Parameter, mesh: Mesh) -> bool:
 class ModelNorms:
     """Norms over all parameters of the model, each counted once.
 
+    The copies that are not counted are added with the factor 0, which an infinity and NaN turn into
+    NaN: a norm is finite only if every value of every copy is.
+
     Args:
         parts: Parts of the engine.
     """
@@ -90,11 +95,11 @@ class ModelNorms:
         self._mesh, self._device, self._stage = parts.mesh, parts.device, parts.stage
         self.parameters = tuple(parts.engine.module.named_parameters())
         """This rank's, by name. A walk over the modules takes longer than a small tensor's norm."""
-        self._counted = tuple(
-            (parameter, expert_group(parameter) is not None)
+        self._marked = tuple(
+            (parameter, expert_group(parameter) is not None, is_counted(parameter, self._mesh))
             for _, parameter in self.parameters
-            if is_counted(parameter, self._mesh)
         )
+        """With whether each is of experts, and whether it is counted."""
 
     def norm(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
         """The L2 norm of a value of each parameter, a float64 scalar. Collective."""
@@ -123,19 +128,26 @@ class ModelNorms:
         return piece
 
     def _sum_of_squares(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
-        tensors: dict[bool, list[Tensor]] = {False: [], True: []}
-        for parameter, is_expert in self._counted:
+        tensors: dict[tuple[bool, bool], list[Tensor]] = defaultdict(list)
+        for parameter, is_expert, counts in self._marked:
             values = values_of(parameter)
             if values is not None:
-                tensors[is_expert].append(values)
-        squares = sum_of_squares(tensors[False], self._device)
-        if tensors[True] or self._mesh.ep.size > 1:
-            of_experts = sum_of_squares(tensors[True], self._device)
+                tensors[is_expert, counts].append(values)
+        squares = self._squares(tensors[False, True], tensors[False, False])
+        experts = tensors[True, True], tensors[True, False]
+        if any(experts) or self._mesh.ep.size > 1:
+            of_experts = self._squares(*experts)
             if self._mesh.ep.size > 1:
                 dist.all_reduce(of_experts, group=self._mesh.ep.handle)
             squares += of_experts
         if self._mesh.model.size > 1:
             dist.all_reduce(squares, group=self._mesh.model.handle)
+        return squares
+
+    def _squares(self, counted: list[Tensor], copies: list[Tensor]) -> Tensor:
+        squares = sum_of_squares(counted, self._device)
+        if copies:
+            squares += 0 * sum_of_squares(copies, self._device)
         return squares
 
 

@@ -149,9 +149,12 @@ class ZeroEngine:
         self._steps.undo()
 
     def find_different_weights(self) -> tuple[str, Mapping[int, str]] | None:
-        """Find a parameter that differs between data-parallel ranks, by name, with the hosts of its
-        wrong ranks. Not at stage 3."""
-        return find_different_weights(self._steps.norms.parameters, self._mesh)
+        """Find a parameter that differs between the ranks that have a copy of it, by name, with the
+        hosts of its wrong ranks. Not at stage 3."""
+        has_stages = self._mesh.pp.size > 1
+        shared = self._engine.module.get_tied_weights_and_groups() if has_stages else ()
+        tied = [weight for weight, _ in shared]
+        return find_different_weights(self._steps.norms.parameters, self._mesh, tied)
 
     def first_nonfinite_weight(self) -> str | None:
         """The first parameter of this rank that is not finite; None if there is none. Local."""
@@ -235,8 +238,8 @@ class ZeroEngine:
         return self._steps.norms.of_parameters()
 
     def has_finite_weights(self) -> bool:
-        """Whether the weights are finite. Collective. Not checked where they are on a disk."""
-        return self.params_norm() < LARGEST
+        """Whether all weights of all ranks are finite, the same on every rank."""
+        return all(gather_objects(self.params_norm() < LARGEST))
 
     def snapshot(self, *, copy: bool) -> DeepSpeedSnapshot:
         """Collect what this rank writes of a checkpoint. Touches no files of checkpoints.

@@ -16,6 +16,7 @@ from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+from megatron_ds.launch.ranks.launched_hosts import ranks_text
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 
@@ -85,6 +86,13 @@ class SkippedSteps:
             state: State after it.
             resume: From where to resume.
         """
+        count = "1 step" if self._count == 1 else f"{self._count} consecutive steps"
+        known = {"iteration": plan.iteration, "steps": count, "resume": resume}
+        circumstances = self._circumstances(result)
+        if weight := nonfinite_weight(self._engine):
+            known |= {"circumstances": circumstances, "weight": weight}
+            problem = Problem("skipped-because-of-weights", **known)
+            return RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
         first_parameter = next((name for name, norm in self._norms if not norm.isfinite()), None)
         ranks = gather_objects((float(result.loss), first_parameter))
         losses = [
@@ -99,14 +107,12 @@ class SkippedSteps:
         ]
         problem = Problem(
             "too-many-skipped-steps",
-            iteration=plan.iteration,
-            steps="1 step" if self._count == 1 else f"{self._count} consecutive steps",
-            circumstances=self._circumstances(result),
+            **known,
+            circumstances=circumstances,
             origin="".join([*losses[:1], *gradients[:1]]),
             first=plan.iteration - self._count + 1,
             samples=self._count * plan.global_batch_size,
             consumed=state.consumed_samples,
-            resume=resume,
             advice="; ".join(self._advice()),
         )
         return RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
@@ -127,3 +133,12 @@ class SkippedSteps:
         if self._config.fp16 and self._config.loss_scale is not None:
             static = f"{option('loss_scale')} {self._config.loss_scale:g}"
             yield f"a dynamic loss scale instead of {static}"
+
+
+def nonfinite_weight(engine: ZeroEngine) -> str:
+    """A parameter that is not finite, with its ranks, such as " (final_norm.bias of rank 1)"; "" if
+    all are finite. Collective."""
+    names = dict(enumerate(gather_objects(engine.first_nonfinite_weight())))
+    first = next(filter(None, names.values()), None)
+    ranks = [rank for rank, name in names.items() if name == first]
+    return "" if first is None else f" ({first} of {ranks_text(ranks)})"

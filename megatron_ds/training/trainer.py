@@ -39,7 +39,7 @@ from megatron_ds.training.metrics import Metrics
 from megatron_ds.training.profile.profiling import Profiling
 from megatron_ds.training.rerun import Rerun
 from megatron_ds.training.saving import Saver
-from megatron_ds.training.skipped_steps import SkippedSteps
+from megatron_ds.training.skipped_steps import SkippedSteps, nonfinite_weight
 from megatron_ds.training.start.startup_report import FirstStepsReport, log_timestamp, report_stage
 
 
@@ -343,8 +343,8 @@ class Trainer:
     def _require_finite_weights(self) -> None:
         """Ends the run before it saves weights that it cannot continue with."""
         if not self.engine.has_finite_weights():
-            resume = self._finish_saves()
-            problem = Problem("training-diverged", iteration=self.state.iteration, resume=resume)
+            values = {"weight": nonfinite_weight(self.engine), "resume": self._finish_saves()}
+            problem = Problem("training-diverged", iteration=self.state.iteration, **values)
             raise RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
 
     def _finish_saves(self) -> str:

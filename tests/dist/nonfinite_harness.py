@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,11 +14,12 @@ import torch.distributed as dist
 from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepResult, TrainState
 from tests.dist import parity_cases
 from tests.dist.compare import differing_names
-from tests.dist.engine_harness import batches_of, build, full_weights
+from tests.dist.engine_harness import Meshes, batches_of, build, full_weights
 from tests.dist.parity_cases import Case, config_of
 from tests.dist.reference import Samples, Tensors
 
@@ -45,6 +48,9 @@ class Layout(NamedTuple):
     """Whose gradient is corrupted."""
     offload: bool = False
     """Whether optimizer states are on the host."""
+    experts: int = 0
+    """Experts on every rank, without expert parallelism."""
+    world: int = WORLD
 
     def config(self, **optimizer: Any) -> Config:
         """Args:
@@ -54,7 +60,7 @@ class Layout(NamedTuple):
         if self.precision == "fp16":
             half |= {"allow_fp16_on_cpu": True, "initial_loss_scale": 256.0, "hysteresis": 1}
         case = Case(
-            *(WORLD, self.stage, self.tp, 2, "learned", "adamw"),
+            *(self.world, self.stage, self.tp, 2, "learned", "adamw"),
             pp=self.pp,
             sp=self.ulysses,
             ep=self.ep,
@@ -64,7 +70,7 @@ class Layout(NamedTuple):
             precision=half,
             schedule=RATES,
             parallel={"sequence_parallel": self.sequence},
-            moe={} if self.ep == 1 else {"num_experts": (2,)},
+            moe={"num_experts": (2,)} if self.ep > 1 or self.experts else {},
             deepspeed={"cpu_optimizer": self.offload},
             optimizer=optimizer,
         )
@@ -95,6 +101,12 @@ class Training:
             result = self.step()
         return result, differing_names(before, self.state_tensors())
 
+    def names_on(self, rank: int) -> list[str]:
+        """The parameters of a rank, one of each kind: those of later layers are left out."""
+        named = [name for name, _ in self.engine._steps.norms.parameters]
+        kinds = {re.sub(r"layers\.\d+\.", "", name): name for name in reversed(named)}
+        return gather_objects([*reversed(kinds.values())])[rank]
+
     def state_tensors(self) -> Tensors:
         """Everything that a step changes: full weights, this rank's master weights and moments."""
         tensors = full_weights(self.engine, self.mesh)
@@ -112,8 +124,13 @@ class Training:
 
 
 @contextmanager
-def corrupt_gradient(engine: ZeroEngine, value: float, rank: int = WORLD - 1) -> Iterator[None]:
-    """Sets one element of one gradient to `value` on one rank in the first micro-batch."""
+def corrupt_gradient(
+    engine: ZeroEngine, value: float, rank: int = WORLD - 1, ends_with: str = CORRUPTED_PARAMETER
+) -> Iterator[None]:
+    """Sets one element of one gradient to `value` on one rank in the first micro-batch.
+
+    If tensor-parallel ranks sum the gradient, it is set after that.
+    """
     pending = True
 
     def corrupt(gradient: torch.Tensor) -> torch.Tensor:
@@ -125,10 +142,69 @@ def corrupt_gradient(engine: ZeroEngine, value: float, rank: int = WORLD - 1) ->
         changed.view(-1)[-1] = value
         return changed
 
-    named = engine._engine.module.named_parameters()
-    parameter = next(parameter for name, parameter in named if name.endswith(CORRUPTED_PARAMETER))
-    hook = parameter.register_hook(corrupt) if dist.get_rank() == rank else None
+    named, hook = engine._engine.module.named_parameters(), None
+    if dist.get_rank() == rank:
+        parameter = next(parameter for name, parameter in named if name.endswith(ends_with))
+        hook = parameter.register_hook(corrupt)
     yield
     if hook is not None:
         assert not pending
         hook.remove()
+
+
+class Copy(NamedTuple):
+    """What a rank saw of the copies of a parameter on another rank."""
+
+    applied: bool
+    """Whether a step with an element of its gradient that is not finite was applied."""
+    changed: list[str]
+    """The tensors that this step changed."""
+    is_finite: bool
+    """What the check of the weights found with an element of it that is not finite."""
+    first: str | None
+    """The parameter of this rank that is not finite."""
+    differs: tuple[str, list[int]] | None
+    """The parameter that differs from its copies, and on which ranks. Not at stage 3."""
+
+
+def corrupt_each_parameter(layout: Layout, meshes: Meshes) -> dict[str, Copy]:
+    """Corrupts a gradient of each kind of parameter of one rank in a step, and then its weight.
+
+    Returns:
+        What this rank saw, by parameter. The last entry, of no name, is a step without corruption.
+    """
+    config = layout.config()
+    run = Training(config, meshes.of(config.parallel), steps=40)
+    run.step()
+    seen, before = {}, run.state_tensors()
+    for index, name in enumerate([*run.names_on(layout.rank), ""]):
+        value = (math.nan, math.inf, -math.inf)[index % 3]
+        rank = layout.rank if name else -1  # no rank
+        with corrupt_gradient(run.engine, value, rank, name):
+            skipped = run.step().skipped
+        changed = differing_names(before, run.state_tensors())
+        with _corrupt_weight(run.engine, value, rank, name):
+            differs = run.engine.find_different_weights() if layout.stage < 3 else None
+            seen[name] = Copy(
+                not skipped,
+                changed,
+                run.engine.has_finite_weights(),
+                run.engine.first_nonfinite_weight(),
+                differs and (differs[0], sorted(differs[1])),
+            )
+    run.close()
+    return seen
+
+
+@contextmanager
+def _corrupt_weight(engine: ZeroEngine, value: float, rank: int, name: str) -> Iterator[None]:
+    """Within it, the first element of a rank's weight, or of its partition, has this value."""
+    if dist.get_rank() != rank:
+        yield
+        return
+    norms = engine._steps.norms
+    values = norms._own_partition(dict(norms.parameters)[name]).view(-1)[:1]
+    before = values.clone()
+    values.fill_(value)
+    yield
+    values.copy_(before)

@@ -22,9 +22,15 @@ from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.train_state import SpikeLimits
 from tests.dist.compare import differing_names
 from tests.dist.engine_harness import Meshes, full_weights
-from tests.dist.nonfinite_harness import RATES, WORLD, Layout, Training
+from tests.dist.nonfinite_harness import (
+    RATES,
+    WORLD,
+    Layout,
+    Training,
+    corrupt_each_parameter,
+)
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, swapping
-from tests.dist.rank_jobs import JobResults, has_proofs, run_jobs
+from tests.dist.rank_jobs import JobResults, has_proofs, run_by_world, run_jobs, selected
 from tests.dist.rerun_harness import Fault, take_steps
 from tests.tables import tables
 
@@ -48,6 +54,25 @@ SPIKE_PROOFS = [
     *(Layout("fp32", 2, 1, ep=2), Layout("fp16", 1, 1, offload=True), Layout("bf16", 1, 2)),
     *(Layout("fp32", 2, 1, ulysses=2), Layout("bf16", 3, 1, offload=True)),
 ]
+COPIES = [
+    *(Layout("fp32", 0, 2), Layout("fp32", 1, 2, True, experts=2), Layout("bf16", 1, 2)),
+    *(Layout("fp32", 2, 2, offload=True), Layout("bf16", 3, 2), Layout("fp32", 1, 1, pp=2)),
+]
+COPY_PROOFS = [
+    *(Layout("fp32", 2, 2), Layout("fp32", 3, 2, True, experts=2), Layout("fp32", 1, 1)),
+    *(Layout("bf16", 1, 2, True, experts=2), Layout("bf16", 2, 2), Layout("fp16", 1, 2)),
+    *(Layout("fp16", 3, 2), Layout("fp32", 3, 2, offload=True), Layout("fp32", 0, 1, pp=2)),
+    *(Layout("bf16", 1, 1, pp=2), Layout("bf16", 1, 1, pp=2, offload=True)),
+    *(Layout("bf16", 2, 1, ep=2), Layout("fp32", 1, 1, ulysses=2)),
+    *(Layout("fp32", 1, 2, rank=3, world=4), Layout("bf16", 1, 2, ep=2, rank=1, world=4)),
+    *(Layout("fp32", 2, 2, True, ep=2, rank=3, world=4), Layout("bf16", 3, 2, rank=3, world=4)),
+    *(Layout("fp32", 0, 2, rank=1, world=4), Layout("fp32", 1, 2, True, pp=2, rank=3, world=4)),
+]
+SHARDED = (
+    *("word.weight", "qkv.weight", "qkv.bias", "proj.weight", "fc_in.weight", "fc_in.bias"),
+    "fc_out.weight",
+)
+"""Ends of the names of parameters that tensor-parallel ranks shard."""
 ON_DISK = pytest.param("disk", marks=pytest.mark.libaio)
 SIGMA, WINDOW = 50.0, 4
 FAULTS, FAULT_PROOFS = tables(__file__)["faults"], tables(__file__)["proofs"]
@@ -147,6 +172,24 @@ def outcomes(
     return run_jobs(WORLD, jobs)
 
 
+@pytest.fixture(scope="module")
+def copies(request: pytest.FixtureRequest) -> JobResults:
+    jobs: dict[int, dict[str, Any]] = {2: {}, 4: {}}
+    for name, params in selected(request):
+        if name == test_every_value_of_every_rank_is_checked.__name__:
+            layout = params["layout"]
+            jobs[layout.world][str(layout)] = partial(corrupt_each_parameter, layout)
+    return run_by_world(jobs)
+
+
+def ranks_with_copies(layout: Layout, name: str) -> int:
+    """Number of ranks that have the same elements of a parameter of `layout.rank`."""
+    stages = layout.pp if name == "embedding.word.weight" else 1  # tied
+    tensor = 1 if name.endswith(SHARDED) else layout.tp
+    replicas = layout.world // (layout.tp * layout.pp)
+    return stages * tensor * (replicas // (layout.ep if ".experts." in name else 1))
+
+
 def check_skip(seen: dict[str, Any], good_steps: int) -> None:
     """The step after the good ones changed nothing but the position in the data."""
     assert seen["skipped"] == [False] * good_steps + [True, False]
@@ -171,6 +214,37 @@ def test_step_with_nonfinite_gradient_changes_nothing(
         check_skip(seen, 1)
         assert not math.isfinite(seen["norm"])
         assert seen["spikes"] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*COPIES, *(pytest.param(each, marks=pytest.mark.proof) for each in COPY_PROOFS)],
+    ids=str,
+)
+def test_every_value_of_every_rank_is_checked(layout: Layout, copies: JobResults) -> None:
+    """Claim (non-finite): a gradient that is not finite in any parameter of any rank, counted in
+    the norm or not, is skipped by all ranks; the checks of weights before a save and after a load
+    see each of them on all ranks, and `--check-weight-hash-across-dp-replicas-interval` compares
+    the copies of tensor-parallel ranks and of tied pipeline stages, too
+    """
+    results = copies.of(str(layout))
+    assert len(results[0]) > 13
+    for rank, seen in enumerate(results):
+        intact = seen.pop("")
+        assert intact.applied
+        assert intact[1:] == (intact.changed, True, None, None)
+        assert intact.changed
+        for name, copy in seen.items():
+            first = name if rank == layout.rank else None
+            assert copy[:4] == (False, [], False, first), name
+            count = ranks_with_copies(layout, name) if layout.stage < 3 else 1
+            if count == 1:
+                assert copy.differs is None
+            else:
+                assert copy.differs is not None
+                differs, ranks = copy.differs
+                assert differs == name
+                assert ranks == [layout.rank] or (count == len(ranks) == 2 and layout.rank in ranks)
 
 
 @pytest.mark.parametrize("layout", cases(SPIKES, SPIKE_PROOFS), ids=str)

@@ -20,6 +20,7 @@ import glob
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups
+from torch import nn
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import user_error
+from megatron_ds.engine.norms import is_counted, sum_of_squares
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group, expert_group_name
 
@@ -97,6 +100,82 @@ def drop_skipped_gradients(optimizer: Any) -> None:
             optimizer.averaged_gradients[group] = None
 
     optimizer.reset_cpu_buffers = reset_all
+
+
+def check_every_copy(optimizer: Any, mesh: Mesh) -> None:
+    """Make a ZeRO optimizer skip a step if any rank's gradient is not finite.
+
+    Its norm leaves out the copies of a parameter that another rank counts, and the norm decides: a
+    step whose gradient is not finite in such a copy only would be applied, after which the copies
+    differ. Here the norms of these copies are added with the factor 0, which an infinity and NaN
+    turn into NaN. They enter the sum of what this rank counts: no message is added, and no wait but
+    for an offloaded group of which it counts nothing.
+
+    Args:
+        optimizer: DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3; others are left as they
+            are.
+        mesh: Mesh of this process.
+    """
+    if not hasattr(optimizer, "get_grad_norm_direct"):
+        return
+    direct, offloaded = "get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"
+    for method, with_copies in ((direct, _norm_with_copies), (offloaded, _offloaded_with_copies)):
+        original = getattr(optimizer, method)
+        setattr(optimizer, method, partial(with_copies, optimizer, mesh, original))
+
+
+@contextmanager
+def _counting(optimizer: Any, parameter: nn.Parameter) -> Iterator[None]:
+    """Within it, DeepSpeed counts a parameter on this rank."""
+    with (
+        replaced(optimizer, "model_parallel_rank", 0),
+        replaced(parameter, "ds_pipe_replicated", False),
+    ):
+        yield
+
+
+def _norm_with_copies(
+    optimizer: Any,
+    mesh: Mesh,
+    norm_of: Callable[[list[torch.Tensor], list[nn.Parameter]], torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+) -> torch.Tensor:
+    """In place of get_grad_norm_direct: the norm of a group's gradients over all ranks."""
+    values = [value for value in gradients if not getattr(value, "_zero_padding", False)]
+    pairs = [*zip(values, parameters, strict=False)]  # as DeepSpeed pairs them
+    counted = [(value, weight) for value, weight in pairs if is_counted(weight, mesh)]
+    copies = [(value, weight) for value, weight in pairs if not is_counted(weight, mesh)]
+    if not copies:
+        return norm_of([*gradients], [*parameters])
+    copy = copies[0][1]
+    zero = 0 * sum_of_squares([value for value, _ in copies], copies[0][0].device)
+    with _counting(optimizer, copy):
+        return norm_of(
+            [*(value for value, _ in counted), zero], [*(weight for _, weight in counted), copy]
+        )
+
+
+def _offloaded_with_copies(
+    optimizer: Any,
+    mesh: Mesh,
+    norm_of: Callable[[list[nn.Parameter]], torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+) -> torch.Tensor:
+    """In place of complete_grad_norm_calculation_for_cpu_offload, which has their norms."""
+    norms, key_of = optimizer.norm_for_param_grads, optimizer.get_param_id
+    known = [weight for weight in parameters if key_of(weight) in norms]
+    counted = [weight for weight in known if is_counted(weight, mesh)]
+    copies = [weight for weight in known if not is_counted(weight, mesh)]
+    if not copies:
+        return norm_of([*parameters])
+    zero = 0 * torch.stack([norms[key_of(weight)] for weight in copies]).sum()
+    if counted:
+        norms[key_of(counted[0])] = norms[key_of(counted[0])] + zero
+        return norm_of(counted)
+    norms[key_of(copies[0])] = zero
+    with _counting(optimizer, copies[0]):
+        return norm_of(copies[:1])
 
 
 def set_hpz_group(dp: Group, size: int) -> dist.ProcessGroup | None:

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
 
 import torch
 from torch import nn
 
-from megatron_ds.engine.states.flats import replicas_of
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import expert_group
+from megatron_ds.parallel.sharding import expert_group, shard_spec
 
-Replicas = tuple[bool, int]
-"""The ranks that hold the same parameters: whether they are experts, and the first of the ranks."""
+Replicas = tuple[int, int, int]
+"""The ranks that hold the same parameters, by their pipeline, tensor- and expert-parallel rank; -1
+along an axis whose ranks all hold them."""
 
 
 def find_different_weights(
-    parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh
+    parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, tied: Sequence[nn.Parameter] = ()
 ) -> tuple[str, Mapping[int, str]] | None:
-    """Find the first parameter that is not the same on all its data-parallel ranks. Collective.
+    """Find the first parameter that is not the same on all ranks with a copy of it. Collective.
+
+    These are its data-parallel ranks, the tensor-parallel ranks that do not shard it, and the
+    pipeline stages with a tied embedding.
 
     Args:
-        parameters: Whole parameters of this rank, by name.
+        parameters: Parameters of this rank, by name, without ZeRO-3.
         mesh: Mesh of this process.
+        tied: Those of them that several pipeline stages have, under the same name.
 
     Returns:
         The parameter's name, and the hosts of the ranks that differ from most others, or of all its
         ranks if no value is that of most; the same on every rank. None if there is none.
     """
     digests: dict[tuple[Replicas, str], bytes] = {}
+    shared = {id(parameter) for parameter in tied}
     for name, parameter in parameters:
-        replicas = expert_group(parameter) is not None, replicas_of(parameter, mesh).ranks[0]
+        replicas = (
+            -1 if id(parameter) in shared else mesh.pp.rank,
+            -1 if shard_spec(parameter) is None else mesh.tp.rank,
+            -1 if expert_group(parameter) is None else mesh.ep.rank,
+        )
         content = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         digests[replicas, name] = blake2b(content.data).digest()
     # One hash for all parameters of the same ranks, unless they differ.

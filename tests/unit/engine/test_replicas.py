@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -10,7 +12,9 @@ import torch
 from torch import nn
 
 from megatron_ds.engine.states import replicas
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.sharding import mark_experts, mark_sharded
+from megatron_ds.parallel.weights import ShardSpec
 
 
 def different_weights(model: nn.Module, ranks: list[Any]) -> Any:
@@ -57,3 +61,38 @@ def test_equal_hashes_of_all_parameters_suffice() -> None:
     with mock.patch.object(replicas, "gather_objects", lambda value: [value] * 3):
         model = nn.Linear(2, 2)
         assert replicas.find_different_weights(model.named_parameters(), Mesh.single()) is None
+
+
+@pytest.mark.parametrize(
+    ("mark", "size"),
+    [
+        ("sharded", 2),
+        ("expert", 2),
+        ("tied", 8),
+        ("", 4),
+    ],
+)
+def test_copies_of_all_ranks_are_compared(mark: str, size: int) -> None:
+    """Eight ranks: two pipeline stages, two data-parallel and two tensor-parallel ranks, of which
+    the data-parallel ones have different experts."""
+    parameter = nn.Parameter(torch.ones(2))
+    if mark == "sharded":
+        mark_sharded(parameter, ShardSpec(0, (4,)))
+    if mark == "expert":
+        mark_experts(parameter, 2)
+    tied = [parameter] * (mark == "tied")
+    keys = set()
+    for pp, dp, tp in itertools.product(range(2), repeat=3):
+        ranks = {
+            axis: Group((0, 1), rank, None) for axis, rank in {"pp": pp, "ep": dp, "tp": tp}.items()
+        }
+        mesh = dataclasses.replace(Mesh.single(), **ranks)
+
+        def gather(value: Any) -> list[Any]:
+            ((copies, _),) = value
+            keys.add(copies)
+            return [value]
+
+        with mock.patch.object(replicas, "gather_objects", gather):
+            replicas.find_different_weights([("weight", parameter)], mesh, tied)
+    assert 8 // len(keys) == size

@@ -65,7 +65,7 @@ def test_three_equal_failures_end_torchrun(
     assert [*tmp_path.iterdir()] == [] or is_open
 
 
-DIVERGED = Problem("training-diverged", iteration=23, resume="Resume from global_step20")
+DIVERGED = Problem("training-diverged", iteration=23, weight="", resume="Resume from global_step20")
 
 
 @pytest.mark.parametrize(

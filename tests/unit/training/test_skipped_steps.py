@@ -12,9 +12,12 @@ from torch import nn
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.train_state import StepResult
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from megatron_ds.training import skipped_steps
 from megatron_ds.training.skipped_steps import SkippedSteps
+from tests.problems import printed_codes
 
 GOOD = StepResult(1.0, 1.0)
 SKIPPED = StepResult(1.0, math.inf, skipped=True)
@@ -89,3 +92,26 @@ def test_gradients_are_recorded_only_before_the_limit(
     assert counted.has_record
     assert all(norm.isfinite() for _, norm in counted._norms)
     assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("weights", [[None, None], [None, "final_norm.bias"]])
+def test_weights_that_are_not_finite_are_the_cause(
+    monkeypatch: pytest.MonkeyPatch, weights: list[str | None]
+) -> None:
+    """Neither the rates nor the data are, which other runs are advised to change."""
+
+    def gather(value: Any) -> list[Any]:
+        return weights if value is None else [value]
+
+    monkeypatch.setattr(skipped_steps, "gather_objects", gather)
+    counted = skips(max_consecutive_skipped_steps=1)
+    counted._engine.first_nonfinite_weight = lambda: None  # type: ignore[method-assign]
+    assert counted.limit_reached(SKIPPED)
+    plan = StepPlan(7, 8, 1, 0.1, 0.0, seq_length=16)
+    error = counted.make_error(plan, SKIPPED, TrainState(), "Resume from global_step3")
+    assert error.code == ExitCode.SKIPPED_STEPS
+    is_named = weights[1] is not None
+    code = "skipped-because-of-weights" if is_named else "too-many-skipped-steps"
+    assert printed_codes(str(error)) == [code]
+    assert ("final_norm.bias of rank 1" in str(error)) == is_named
+    assert ("a longer warm-up" in str(error)) != is_named

@@ -22,6 +22,7 @@ from megatron_ds.evaluation.in_training import Result, Stopped
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import LossSum, StepPlan, StepResult, TrainState
+from megatron_ds.training import skipped_steps
 from megatron_ds.training.exit_conditions import StopDecision
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
@@ -60,6 +61,9 @@ class World:
 
     def has_finite_weights(self) -> bool:
         return self.taken < self.diverges_in
+
+    def first_nonfinite_weight(self) -> str | None:
+        return None if self.has_finite_weights() else "final_norm.bias"
 
     def eval_loss(self, batches: object, count: int) -> LossSum:
         self.now += EVALUATION
@@ -177,8 +181,10 @@ def test_weights_that_are_not_finite_are_not_saved(monkeypatch: pytest.MonkeyPat
     checkpoint is removed after a skipped step"""
     world = World()
     world.diverges_in = 5
+    monkeypatch.setattr(skipped_steps, "gather_objects", lambda value: [value])
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
-    with pytest.raises(RunAborted, match=r"Resume from global_step3.*\[training-diverged\]") as end:
+    expected = r"\(final_norm.bias of rank 0\).*Resume from global_step3.*\[training-diverged\]"
+    with pytest.raises(RunAborted, match=expected) as end:
         make_trainer(world, MagicMock(spec=Logger)).run()
     assert end.value.code == ExitCode.SKIPPED_STEPS
     assert world.saves == [3]
