@@ -172,3 +172,17 @@ def test_a_plan_has_the_time_and_memory_of_each_stage(config: Config) -> None:
     assert stages.planned_tokens(1) == 192
     assert values[1]["days"] == pytest.approx(3 * stages.largest.seconds / 86400)
     assert all(f"  {item['name']} " in stages.text() for item in values)
+
+
+def test_a_resume_within_a_stage_changes_no_totals(config: Config) -> None:
+    """The samples and tokens of the stage before the resume count once."""
+    stages, state = RunStages(config, 1), TrainState()
+    every = stages.totals()
+    while state.iteration < stages.total_iterations():
+        state = stages.entered(state)
+        assert stages.totals(state) == every[state.stage :]
+        assert stages.total_iterations(state) == every[-1].iterations
+        assert stages.planned_samples(state)[0] == every[state.stage].samples
+        assert stages.tokens_left(state) == every[-1].tokens - state.consumed_tokens
+        state = state.advance(stages.plan(state), StepResult(1.0, 1.0))
+    assert tuple(every[-1]) == (state.iteration, state.consumed_samples, state.consumed_tokens)

@@ -3,6 +3,7 @@ order in which torch's kernels are considered on a device."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_ds.model.attention.cores import (
     EagerAttention,
     Order,
 )
+from megatron_ds.model.attention.logits import LargestLogits
 from megatron_ds.model.attention.masks import MaskTables, ragged_bias
 from megatron_ds.model.attention.packed import (
     AttentionBackend,
@@ -35,6 +37,7 @@ from megatron_ds.model.attention.packed import (
     PerDocumentSDPA,
 )
 from megatron_ds.model.attention.rule import AttentionRule
+from megatron_ds.parallel.mesh import Mesh
 from tests.unit.model.dense import dense_flex
 
 HEAD_SIZE = 8
@@ -295,3 +298,25 @@ def test_a_core_passes_its_kernels_in_order(order: Order, monkeypatch: pytest.Mo
     attend(q, q, q)
     assert sum("_sdpa_kernel" in name for name in called) == (2 if order else 0)
     assert considered() == before
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+def test_largest_logits_are_those_of_keys_that_are_seen(window: int | None) -> None:
+    """Of causal attention with a window: each query sees itself and the window - 1 keys before."""
+    length, heads, keys = 9, 6, 3
+    rule = AttentionRule(window=window, scale=0.3)
+    expected = torch.full((heads,), -torch.inf, dtype=torch.float64)
+    largest = LargestLogits(heads, Mesh.single().sp)
+    for seed in (1, 2):
+        q, k = draw(heads, length, torch.float32, seed), draw(keys, length, torch.float32, seed + 2)
+        # The largest product of each query is with a key that is too old by one.
+        shift = window or length
+        k = k + 5 * q[:, :: heads // keys].roll(-shift, dims=2)
+        largest.record(q, k, rule)
+        for head, query in itertools.product(range(heads), range(length)):
+            first = 0 if window is None else max(0, query - window + 1)
+            seen = k[:, head // (heads // keys), first : query + 1].double()
+            logits = 0.3 * torch.einsum("bd,bkd->bk", q[:, head, query].double(), seen)
+            expected[head] = expected[head].maximum(logits.max())
+    torch.testing.assert_close(largest.take(CPU).double(), expected, rtol=1e-5, atol=1e-5)
+    assert largest.take(CPU).tolist() == [-torch.inf] * heads

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig
@@ -18,7 +19,7 @@ from megatron_ds.model.experts.router import routers_with_bias, update_biases
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.router_log import RouterLog
 from tests.independent.model import DEFAULTS, Experts
 from tests.observed import Observed
@@ -291,6 +292,19 @@ def test_a_bias_moves_by_the_sign_of_what_an_expert_has_too_little() -> None:
     update_biases([router], single, is_applied=True)
     assert router.expert_bias.tolist() == [8.75, 0.25, 4.75, 1.25]
     assert router.expert_bias.dtype == layer.bfloat16().router.expert_bias.dtype == torch.float32
+
+
+def test_a_bias_moves_by_the_counts_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by this rank's, of which each expert's is on the other side of the mean."""
+    moe = MoEConfig(num_experts=(E,), **SIGMOID, **BIAS, moe_router_bias_update_rate=0.25)
+    router = build(moe, architecture()).router
+    router.expert_bias.zero_()
+    router.assigned_E = torch.tensor([6, 6, 4, 4])
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda counts, group: counts.add_(torch.tensor([[0, 0, 9, 9]]))
+    )
+    update_biases([router], Group((0, 1), 0, None), is_applied=True)
+    assert router.expert_bias.tolist() == [0.25, 0.25, -0.25, -0.25]
 
 
 def test_jitter_and_forced_routing_repeat_in_a_recomputation() -> None:

@@ -58,3 +58,25 @@ def test_each_value_is_the_mean_over_the_layers_that_have_it(
 
 def test_a_dense_model_reports_nothing() -> None:
     assert router_metrics(RouterLog({}).take()) == {}
+
+
+def test_the_mean_so_far_is_over_replicas_and_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recomputation receives the means of its first passes, in their order."""
+    others = iter([torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5])])
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda value, group: value.add_(next(others))
+    )
+    replicas, log = Group((0, 1), 0, None), RouterLog({})
+    values = [torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.75])]
+    with log.recording(training=True):
+        means = [log.mean_so_far("layer", value, replicas).tolist() for value in values]
+    assert means == [[0.5, 0.5], [0.4375, 0.5625]]
+    assert values[0].tolist() == [1.0, 0.0]
+    again = [log.mean_so_far("layer", value, replicas).tolist() for value in values]
+    assert again == means
+    log.take()
+    alone = Group((0,), 0, None)
+    with log.recording(training=True):
+        assert log.mean_so_far("layer", values[1], alone).tolist() == [0.25, 0.75]
