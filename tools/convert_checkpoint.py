@@ -333,7 +333,6 @@ def convert_checkpoint(options: Options) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
         from megatron_ds.conversion import registry
         from megatron_ds.conversion.convert import verify, with_training
-        from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
         from megatron_ds.conversion.native import DTYPES
         from megatron_ds.conversion.source import ReadOptions, WriteOptions
         from megatron_ds.loading.locations import staged_location
@@ -362,9 +361,6 @@ def convert_checkpoint(options: Options) -> None:
             source, target, options.target_format, writing, lambda name, size: tensors.add(size)
         )
     seconds = max(time.perf_counter() - start, 1e-9)
-    tokenizer = source.settings.tokenizer_config
-    if options.target_format == "hf" and not hf_tokenizer.can_be_exported(tokenizer):
-        print_error("WARNING: " + Problem("hf-tokenizer-not-exported", folder=target).render())
     print(
         f"{source.format} to {options.target_format}: {tensors.count} tensors, "
         f"{total / 1e6:.1f} MB in {seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"

@@ -107,15 +107,11 @@ class Options:
             UserError: If the folder has files already, or the format lacks a part of the model.
             OSError: If the disk fails.
         """
-        from megatron_ds.conversion.huggingface import tokenizer
         from megatron_ds.conversion.registry import write
+        from megatron_ds.conversion.source import WriteOptions
 
-        folder = Path(self.save)
-        write(source, folder, self.target_format, on_tensor=on_tensor)
-        if self.target_format == "hf" and not tokenizer.can_be_exported(
-            source.settings.tokenizer_config
-        ):
-            warn(f"WARNING: {Problem('hf-tokenizer-not-exported', folder=folder).render()}")
+        options = WriteOptions(warn=warn)
+        write(source, Path(self.save), self.target_format, options, on_tensor)
 
     def open(self, warn: Callable[[str], None]) -> SourceCheckpoint:
         """The merged weights in the type of the output.

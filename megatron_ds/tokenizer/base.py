@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from megatron_ds.config.checks import json_remedy
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 from megatron_ds.tokenizer.token_bytes import library_token_bytes
+
+if TYPE_CHECKING:
+    from megatron_ds.tokenizer.export.library import ExportedTokenizer
 
 LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""
@@ -98,6 +101,14 @@ class Tokenizer(ABC):
         None if the ids do not have all of the text.
         """
         return None
+
+    def exported(self) -> ExportedTokenizer:
+        """The tokenizer in the form of a tokenizer.json, without tokens around texts.
+
+        Raises:
+            UserError: If the library `tokenizers` has no tokenizer with these ids.
+        """
+        raise user_error("tokenizer-not-exportable", kind=self.fingerprint.kind)
 
     def _fingerprint_of(
         self,

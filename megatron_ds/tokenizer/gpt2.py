@@ -18,6 +18,7 @@ from megatron_ds.tokenizer.base import (
     read_json,
     read_lines,
 )
+from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens
 from megatron_ds.tokenizer.fingerprint import hash_content
 
 END_OF_TEXT = "<|endoftext|>"
@@ -61,6 +62,12 @@ class GPT2BPETokenizer(JsonTokenizer):
 
     def added_tokens(self) -> Sequence[str]:
         return (END_OF_TEXT,)  # not added here, and another library must not treat it as added
+
+    def exported(self) -> ExportedTokenizer:
+        library = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        library.add_special_tokens(special_tokens([END_OF_TEXT]))
+        names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        return ExportedTokenizer(library, names, keeps_special_text=True)
 
     def token_bytes(self) -> list[int] | None:
         sizes = super().token_bytes()

@@ -21,7 +21,8 @@ from megatron_ds.tokenizer.base import (
 )
 from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
 from megatron_ds.tokenizer.end_tokens import FILES as END_TOKEN_FILES
-from megatron_ds.tokenizer.fingerprint import hash_content
+from megatron_ds.tokenizer.export.library import ExportedTokenizer
+from megatron_ds.tokenizer.fingerprint import SPLIT, hash_content
 from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
@@ -71,6 +72,7 @@ def build_hf_tokenizer(path: str, trust_remote_code: bool) -> Tokenizer:
     if not file.is_file():
         raise user_error("tokenizer-not-found", path=path)
     library = _read_library(file)
+    library.encode_special_tokens = _splits_special_tokens(file)
     setting = file.name == "tokenizer.json" and _effective_setting(file, library)
     if not setting:
         return FileTokenizer(file, library)
@@ -144,7 +146,9 @@ def _effective_setting(file: Path, library: Any) -> str | None:
             settings["config.json"] = {name: config.get(name) for name in names}
     for name, values in settings.items():
         for key, value in values.items():
-            if name == "added_tokens.json":
+            if key == "split_special_tokens":
+                is_known = isinstance(value, bool)  # applied to the library
+            elif name == "added_tokens.json":
                 is_known = ids.get(key) == value
             elif key == "tokenizer_class":
                 is_known = value in (None, *PLAIN_CLASSES)
@@ -157,6 +161,13 @@ def _effective_setting(file: Path, library: Any) -> str | None:
             if not (is_known or key in HARMLESS_SETTINGS):
                 return f"{name}: {key}"
     return None
+
+
+def _splits_special_tokens(file: Path) -> bool:
+    """Whether the text of a special token stays text, by the settings next to a tokenizer.json."""
+    settings = file.with_name(SIDE_FILES[0])
+    is_named = file.name == "tokenizer.json" and settings.is_file()
+    return is_named and read_json(settings, "tokenizer_model").get("split_special_tokens") is True
 
 
 def _token_texts(value: Any) -> list[str]:
@@ -190,6 +201,7 @@ class FileTokenizer(JsonTokenizer):
         library.no_padding()
         library.no_truncation()
         self._tokenizer, self._splits_tokens = library, library.encode_special_tokens
+        self._names = _token_names(loaded)
         vocab = library.get_vocab(with_added_tokens=True)
         self.vocab_size = count_ids(vocab, "tokenizer_model", file)
         begin = vocab.get(str(_named_token(file, "bos_token")[1]))
@@ -197,14 +209,18 @@ class FileTokenizer(JsonTokenizer):
         self.bos = getattr(loaded, "bos_token_id", begin)
         self.adds_bos = self.bos is not None and library.encode("").ids[:1] == [self.bos]
         self.eod = vocab[_end_token(file, vocab)] if end is None else int(end)
-        content = hash_content(self.tokenizer_json()) + "-split" * self._splits_tokens
+        content = hash_content(self.tokenizer_json()) + SPLIT * self._splits_tokens
         beside = [file.with_name(name) for name in SETTINGS_FILES] if loaded else []
         files = [file, *filter(Path.is_file, beside)]
-        self.fingerprint = self._fingerprint_of("HFTokenizer", files, content=content)
+        options = {"split_special_tokens": 1} if self._splits_tokens and not loaded else {}
+        self.fingerprint = self._fingerprint_of("HFTokenizer", files, options, content)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._tokenizer.encode_special_tokens = self._splits_tokens  # the library forgets it
+
+    def exported(self) -> ExportedTokenizer:
+        return _exported(self, self._tokenizer, self._names, self._splits_tokens)
 
     def added_tokens(self) -> Sequence[str]:
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
@@ -250,6 +266,13 @@ class PretrainedTokenizer(Tokenizer):
         )["input_ids"]
         return encoded
 
+    def exported(self) -> ExportedTokenizer:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return super().exported()
+        splits = bool(self._tokenizer.split_special_tokens)
+        return _exported(self, backend, _token_names(self._tokenizer), splits)
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
@@ -260,6 +283,20 @@ class PretrainedTokenizer(Tokenizer):
     def token_bytes(self) -> list[int] | None:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else library_token_bytes(backend, self.vocab_size)
+
+
+def _token_names(loaded: Any) -> dict[str, str]:
+    """Special tokens of a tokenizer of `transformers` by name."""
+    names = {} if loaded is None else loaded.special_tokens_map
+    return {name: token for name, token in names.items() if isinstance(token, str)}
+
+
+def _exported(
+    tokenizer: Tokenizer, library: Any, names: Mapping[str, str], splits: bool
+) -> ExportedTokenizer:
+    ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos}
+    known = {name: library.id_to_token(index) for name, index in ids.items() if index is not None}
+    return ExportedTokenizer(library, {**names, **known}, keeps_special_text=splits)
 
 
 def _load_pretrained(folder: Path, trust_remote_code: bool, setting: str = "") -> Any:

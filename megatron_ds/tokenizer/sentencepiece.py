@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import option, user_error
 from megatron_ds.tokenizer.base import Tokenizer, library_errors
+from megatron_ds.tokenizer.export import sentencepiece_model as export
+from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens
 from megatron_ds.tokenizer.token_bytes import piece_bytes
 
 ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
@@ -28,7 +31,7 @@ class SentencePieceTokenizer(Tokenizer):
         Raises:
             UserError: If the file is not a SentencePiece model with these tokens.
         """
-        self._model = _load(model_file)
+        self._file, self._model = model_file, _load(model_file)
         self.eod = _control_id(self._model, "eos_id", model_file)
         self._prefix = []
         if name == "Llama2Tokenizer":
@@ -39,6 +42,17 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[*self._prefix, *ids] for ids in _encode(self._model, texts)]
+
+    def exported(self) -> ExportedTokenizer:
+        proto = export.read_model(self._model.serialized_model_proto())
+        library = export.library_of(proto, self._file, {})
+        special = export.pieces_of(proto, (export.UNKNOWN, export.CONTROL))
+        library.add_special_tokens(special_tokens(special))
+        ids = {"eos_token": self.eod, "bos_token": self.bos, "unk_token": self._model.unk_id()}
+        ids |= {"pad_token": self._model.pad_id()}
+        return ExportedTokenizer(
+            library, _names(self._model, ids), keeps_special_text=True, scores=_scores(library)
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
@@ -67,6 +81,7 @@ class SentencePieceWithSpecialTokens(Tokenizer):
         Raises:
             UserError: If the file is not a SentencePiece model.
         """
+        self._file = model_file
         model = self._model = _load(model_file)
         pieces = [model.id_to_piece(index) for index in range(model.get_piece_size())]
         controls = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
@@ -95,6 +110,17 @@ class SentencePieceWithSpecialTokens(Tokenizer):
             )
             for parts in split
         ]
+
+    def exported(self) -> ExportedTokenizer:
+        proto = export.read_model(self._model.serialized_model_proto())
+        size = self._model.get_piece_size()
+        added = {index: token for token, index in self._special.items() if index >= size}
+        library = export.library_of(proto, self._file, added)
+        library.add_special_tokens(special_tokens(self._special))
+        pad = self._model.id_to_piece(pad) if (pad := self._model.pad_id()) >= 0 else "<PAD>"
+        names = {"eos_token": "<EOD>", "pad_token": pad}
+        names |= {"cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK>"}
+        return ExportedTokenizer(library, names, scores=_scores(library))
 
     def decode(self, ids: Sequence[int]) -> str:
         parts, plain = [], list[int]()
@@ -128,6 +154,20 @@ def _load(path: str) -> Any:
         if model.get_piece_size() < 1:
             raise ValueError("it has no pieces")
         return model
+
+
+def _names(model: Any, ids: Mapping[str, int | None]) -> dict[str, str]:
+    return {
+        role: str(model.id_to_piece(index))
+        for role, index in ids.items()
+        if index is not None and index >= 0
+    }
+
+
+def _scores(library: Any) -> list[float]:
+    """Scores of a Unigram model by id; none of another one."""
+    model = json.loads(library.to_str())["model"]
+    return [score for _, score in model["vocab"]] if model["type"] == "Unigram" else []
 
 
 def _token_id(model: Any, token: str) -> int | None:

@@ -12,6 +12,7 @@ from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.config.problems import Problem, option, user_error, warn_of
 from megatron_ds.tokenizer.base import Tokenizer, library_errors, read_bytes
+from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens
 
 DEFAULT_VOCAB_SIZE = 1 << 17
 """As in Megatron-LM; smaller if the file has fewer tokens."""
@@ -69,6 +70,7 @@ class TikTokenizer(Tokenizer):
         kept = tokens[: vocab_size - num_special]
         ranks = {token: rank for rank, token in enumerate(kept, num_special)}
         self.vocab_size, self._num_special = vocab_size, num_special
+        self._names, self._pattern = names, PATTERNS[pattern]
         self.eod = names.index("</s>")
         settings: dict[str, str | int] = {
             "--tiktoken-pattern": pattern,
@@ -84,6 +86,24 @@ class TikTokenizer(Tokenizer):
                 mergeable_ranks=ranks,
                 special_tokens={token: index for index, token in enumerate(names)},
             )
+
+    def exported(self) -> ExportedTokenizer:
+        from megatron_ds.tokenizer.export.tiktoken_ranks import byte_text, library_of
+
+        ids = range(self._num_special, self.vocab_size)
+        ranks = {self._model.decode_single_token_bytes(index): index for index in ids}
+        # A token with the text of a special one must have another name.
+        taken = set(map(byte_text, ranks))
+        special = [name if name not in taken else f"<|{name}|>" for name in self._names]
+        library = library_of(special, ranks, self._pattern)
+        library.add_special_tokens(special_tokens(special))
+        roles = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
+        names = {
+            role: special[self._names.index(name)]
+            for role, name in roles.items()
+            if name in self._names
+        }
+        return ExportedTokenizer(library, names, keeps_special_text=True)
 
     def encode(self, text: str) -> list[int]:
         # On some 100,000 spaces, the library's regular expressions exhaust their stack and panic.

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.base import Tokenizer, library_errors, read_lines
+from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens
+from megatron_ds.tokenizer.export.wordpiece_words import words_normalizer
 
 MAX_WORD_CHARS = 200
 """A longer word is [UNK]."""
@@ -50,7 +53,8 @@ class WordPieceTokenizer(Tokenizer):
         vocab = read_vocab(vocab_file)
         for token in ("[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in range(extra_ids))):
             vocab.setdefault(token, len(vocab))
-        self.eod = vocab["[EOS]"]
+        self.eod, self._special = vocab["[EOS]"], [*REQUIRED_TOKENS, "[BOS]", "[EOS]"]
+        self._special += [f"<extra_id_{index}>" for index in range(extra_ids)]
         self.vocab_size = len(vocab)
         name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
         settings = {"--vocab-extra-ids": extra_ids} if extra_ids else {}
@@ -67,6 +71,14 @@ class WordPieceTokenizer(Tokenizer):
         words = [self._splitter(text) for text in texts]
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(words)]
 
+    def exported(self) -> ExportedTokenizer:
+        library = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        library.normalizer = self._splitter.normalizer({*"".join(library.get_vocab())})
+        library.decoder = decoders.WordPiece("##", cleanup=False)
+        library.add_special_tokens(special_tokens(self._special))
+        names = {f"{token[1:-1].lower()}_token": token for token in REQUIRED_TOKENS}
+        return ExportedTokenizer(library, names | {"eos_token": "[EOS]"}, keeps_special_text=True)
+
     def decode(self, ids: Sequence[int]) -> str:
         tokens = [self._tokenizer.id_to_token(token_id) or "[UNK]" for token_id in ids]
         return " ".join(tokens).replace(" ##", "")
@@ -81,14 +93,21 @@ class Splitter:
 
     def __init__(self, lower_case: bool) -> None:
         self._lower_case = lower_case
+        self._split_char = _split_without_accents if lower_case else _split
         self._clean = _Table(_cleaned)
-        self._split = _Table(_split_without_accents if lower_case else _split)
+        self._split = _Table(self._split_char)
 
     def __call__(self, text: str) -> str:
         text = text.translate(self._clean)
         if self._lower_case:
             text = unicodedata.normalize("NFD", text.lower())
         return text.translate(self._split)
+
+    def normalizer(self, alphabet: Collection[str]) -> Any:
+        """A normalizer of `tokenizers` that splits like this, for a vocabulary's characters."""
+        return words_normalizer(
+            _cleaned, self._split_char, lower_case=self._lower_case, alphabet=alphabet
+        )
 
 
 class _Table(dict[int, str]):

@@ -128,17 +128,24 @@ def write_hf(
         source = source.without_predictions()
         model_type, values = config_of(source, options.hf_model_type)
     family = FAMILIES[model_type]
-    special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS, model_type)
-    values |= special
-    known_ids = {name: value for name, value in special.items() if value is not None}
-    generation = source.settings.generation
-    if generation.items() <= known_ids.items():
-        generation = {**known_ids, FROM_MODEL_CONFIG: True}
     with output_folder(folder) as temporary:
+        tokenizer = hf_tokenizer.tokenizer_files(
+            source.settings,
+            model_type,
+            lambda problem: options.warn(f"WARNING: {problem.render()}"),
+        )
+        special = hf_tokenizer.special_ids(
+            source.settings, SPECIAL_IDS, model_type, tokenizer.special_ids
+        )
+        values |= special
+        known_ids = {name: value for name, value in special.items() if value is not None}
+        generation = source.settings.generation
+        if generation.items() <= known_ids.items():
+            generation = {**known_ids, FROM_MODEL_CONFIG: True}
         tensors = _their_tensors(family, source)
         write_sharded(temporary, tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor)
         texts = {HF_CONFIG: _json(values), GENERATION: _json(generation)}
-        write_files(temporary, {**texts, **hf_tokenizer.files_of(source.settings)})
+        write_files(temporary, {**texts, **tokenizer.files})
 
 
 def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, dict[str, Any]]:
