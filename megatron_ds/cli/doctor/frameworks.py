@@ -210,9 +210,10 @@ def _read(path: Path, further: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         keys = trainer_table(trainer)["recognized_by"]
         if any(_covers(key, name) for key in keys for name in known):
             return trainer, known
+    listed = candidates if path.suffix == ".toml" else (*candidates, "primus")
     required = "; ".join(
         f"{trainer_table(trainer)['name']}: {', '.join(trainer_table(trainer)['recognized_by'])}"
-        for trainer in candidates
+        for trainer in listed
     )
     raise user_error("doctor-unknown-file", path=path, required=required)
 
@@ -259,7 +260,7 @@ def _translate_key(table: Mapping[str, Any], settings: Settings, key: str) -> No
         if not is_off(value):
             settings.lacking.append(f"{key} {_short(value)}: {lacking[advised]}")
     elif _matching(table.get("harmless", "").split(), key) is not None:
-        settings.unread += [key] * (not is_off(value) and key in settings.given)
+        settings.unread += [key] * (not is_off(value))
     elif table.get("has_megatron_names"):
         _set_same_flag(settings, key)
     else:
@@ -348,7 +349,7 @@ def _has_effect(table: Mapping[str, Any], settings: Settings, key: str) -> bool:
 def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The values of an experiment, over the values of the model and the trainer that it names."""
     module = next(iter(modules.values()))
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"sft_trainer": "sft" in str(module.get("config", ""))}
     for key, folder in (("config", "modules"), ("model", "models")):
         name = str(module.get(key, ""))
         inside = f"primus/configs/{folder}/megatron/{name}"

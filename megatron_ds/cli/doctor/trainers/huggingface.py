@@ -124,7 +124,7 @@ def _sharding(settings: Settings) -> None:
     names = [key for key in settings.values if key.startswith("fsdp_config.")]
     options = {key.rpartition(".")[2].removeprefix("fsdp_"): settings.take(key) for key in names}
     file = settings.take("fsdp_config")
-    if is_off(value) or value == "False":
+    if is_off(value) or str(value).lower() == "false":
         return
     words = value if isinstance(value, list) else str(value).replace(",", " ").split()
     words = ["full_shard" if word in (True, "True", "true") else str(word) for word in words]

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ds.cli.doctor.trainers.settings import Settings, text_of
 
+EXTRA = "deepspeed_extra_args."
 ATTENTION = ("global", "flash")
 """Types of `attention_config` that compute ordinary causal attention."""
 OLD_MULTIPLE = 256
@@ -21,6 +22,8 @@ GATED = {"swiglu": "swiglu", "geglu": "geglu", "reglu": "reglu", "bilinear": "li
 
 def prepare(settings: Settings) -> None:
     """Translates the keys whose meaning depends on other keys."""
+    for key in [key for key in settings.values if key.startswith(EXTRA)]:  # DeepSpeed's keys
+        settings.values.setdefault(key.removeprefix(EXTRA), settings.take(key))
     _feed_forward(settings)
     _biases(settings)
     _initial_weights(settings)

@@ -10,16 +10,30 @@ from typing import Any
 
 from megatron_ds.cli.doctor.trainers.settings import Settings, decay_of_all
 
+RENAMED = {
+    "training.batch_size": "training.local_batch_size",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+}
+"""Keys of 2024, with the later ones, which have defaults."""
 STYLES = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 
 
 def prepare(settings: Settings) -> None:
     """Translates the keys whose meaning depends on other keys."""
+    for old, name in RENAMED.items():
+        if (value := settings.take(old)) is not None:
+            settings.values[name] = value
     _schedule(settings)
     _validation(settings)
     decay = settings.number("optimizer.weight_decay", 0.0, keeps=True)
     if settings.get("model.name") == "llama3":
         decay_of_all(settings, decay)
+        settings.differences.append(
+            "rotary positions of llama3: scaled for long sequences since 2025-10 "
+            "(--use-rope-scaling, written below), not scaled before"
+        )
     # DeepSpeed's pipeline partitions optimizer states only; the results are the same.
     shards = settings.number("parallelism.data_parallel_shard_degree", -1)
     stages = settings.number("parallelism.pipeline_parallel_degree", 1, keeps=True)
@@ -54,6 +68,11 @@ def _schedule(settings: Settings) -> None:
     if warmup > 1:
         settings.add("lr-warmup-iters", warmup - 1)
         settings.add("lr-warmup-init", rate / warmup)
+    if warmup > 0:
+        settings.differences.append(
+            f"lr_scheduler.warmup_steps {warmup}: step k has k / {warmup} of the rate since "
+            f"2025-06 (written below), k / {warmup + 1} before, with a decay of one more step"
+        )
     if total != steps:
         settings.add("lr-decay-iters", total)
     if style not in STYLES:
