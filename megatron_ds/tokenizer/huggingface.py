@@ -6,11 +6,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from megatron_ds.config.checks import import_library
-from megatron_ds.config.problems import UserError, option, user_error
+from megatron_ds.config.problems import Problem, UserError, option, user_error, warn_of
 from megatron_ds.tokenizer.base import (
     JsonTokenizer,
     Tokenizer,
@@ -21,13 +24,16 @@ from megatron_ds.tokenizer.base import (
 )
 from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
 from megatron_ds.tokenizer.end_tokens import FILES as END_TOKEN_FILES
-from megatron_ds.tokenizer.export.library import ExportedTokenizer
+from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens, template
 from megatron_ds.tokenizer.fingerprint import SPLIT, hash_content
 from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 REQUIRED_FILES = ("vocab_file", "merges_file")
 """Keys of `vocab_files_names`, in transformers, of the files without which a tokenizer is empty."""
+JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
+BEGINNING_CLASSES = ("LlamaTokenizer", "GemmaTokenizer", "CodeLlamaTokenizer")
+"""Classes that begin texts with a token unless their settings say otherwise."""
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files next to tokenizer.json that name special tokens."""
 SETTINGS_FILES = (*SIDE_FILES, "added_tokens.json", "config.json")
@@ -66,6 +72,9 @@ def build_hf_tokenizer(path: str, trust_remote_code: bool) -> Tokenizer:
         UserError: If no tokenizer can be loaded.
     """
     folder = _local_folder(path, trust_remote_code)
+    model = Path(folder, MODEL_FILE)
+    if not trust_remote_code and model.is_file() and not model.with_name(JSON_FILE).is_file():
+        return _read_model(model)
     if os.path.isdir(folder) and (trust_remote_code or needs_transformers(folder)):
         return PretrainedTokenizer(folder, trust_remote_code)
     file = Path(folder, "tokenizer.json") if os.path.isdir(folder) else Path(folder)
@@ -80,6 +89,90 @@ def build_hf_tokenizer(path: str, trust_remote_code: bool) -> Tokenizer:
     if getattr(loaded, "backend_tokenizer", None) is None:
         return PretrainedTokenizer(str(file.parent), False)
     return FileTokenizer(file, loaded.backend_tokenizer, loaded)
+
+
+def _read_model(file: Path) -> Tokenizer:
+    """The tokenizer of a SentencePiece model in a folder, by the type of the model.
+
+    The classes of `transformers` 5 take each such file for a BPE without normalization.
+    """
+    from megatron_ds.tokenizer.export import sentencepiece_model as export
+
+    settings = file.with_name(SIDE_FILES[0])
+    values = read_json(settings, "tokenizer_model") if settings.is_file() else {}
+    named = str(values.get("tokenizer_class"))
+    if _is_tiktoken(file):
+        raise user_error("tokenizer-model-of-tiktoken", path=file)
+    import_library("sentencepiece", f"{option('tokenizer_model')} {file}")
+    with library_errors("sentencepiece-model-invalid", path=file):
+        proto = export.read_model(read_bytes(file, "tokenizer_model"))
+        library = export.library_of(proto, str(file), {})
+    special = export.pieces_of(proto, (export.UNKNOWN, export.CONTROL))
+    library.add_special_tokens(special_tokens(special))
+    trainer = proto.trainer_spec
+    ids = {"eos": trainer.eos_id, "bos": trainer.bos_id, "unk": trainer.unk_id}
+    names = {
+        f"{role}_token": proto.pieces[index].piece
+        for role, index in ids.items()
+        if 0 <= index < len(proto.pieces)
+    }
+    names |= {
+        role: text for role in (*names, "pad_token") for text in _token_texts(values.get(role))
+    }
+    library.add_special_tokens(special_tokens(names.values()))
+    _add_tokens(library, file, values)
+    begins = values.get("add_bos_token", named.removesuffix("Fast") in BEGINNING_CLASSES)
+    library.post_processor = template(library, names.get("bos_token") if begins else None)
+    library.encode_special_tokens = _splits_special_tokens(file)
+    loaded = _ModelTokens(
+        library.token_to_id(names.get("eos_token", "")),
+        library.token_to_id(names.get("bos_token", "")),
+        names,
+    )
+    if named not in (*PLAIN_CLASSES, "None"):
+        text = export.TYPES.get(trainer.model_type, "")
+        warn_of(Problem("tokenizer-model-read-by-type", path=file, model_type=text, name=named))
+    return FileTokenizer(file, library, loaded)
+
+
+@dataclass(frozen=True)
+class _ModelTokens:
+    """The special tokens of a SentencePiece model in a folder."""
+
+    eos_token_id: int | None
+    bos_token_id: int | None
+    special_tokens_map: Mapping[str, str]
+
+
+def _is_tiktoken(file: Path) -> bool:
+    """Whether a file has lines of base64 and rank."""
+    first = read_bytes(file, "tokenizer_model")[:200].split(b"\n", 1)[0].split()
+    return len(first) == 2 and first[1].isdigit()
+
+
+def _add_tokens(library: Any, file: Path, settings: Mapping[str, Any]) -> None:
+    """Adds the tokens of the settings next to a file that its vocabulary lacks, in order of id.
+
+    Raises:
+        UserError: If one has another id there.
+    """
+    added = {}
+    others = file.with_name("added_tokens.json")
+    if others.is_file():
+        added = {index: token for token, index in read_json(others, "tokenizer_model").items()}
+    decoder = settings.get("added_tokens_decoder")
+    for index, token in (decoder if isinstance(decoder, dict) else {}).items():
+        added[int(index)] = token
+    for index, token in sorted(added.items()):
+        state = token if isinstance(token, dict) else {"content": token}
+        flags = {name: bool(state.get(name)) for name in ("lstrip", "rstrip", "single_word")}
+        is_special = bool(state.get("special", True))
+        text = str(state.get("content"))
+        library.add_tokens(
+            [tokenizers.AddedToken(text, special=is_special, normalized=False, **flags)]
+        )
+        if library.token_to_id(text) != index:
+            raise user_error("added-token-of-other-id", path=file.parent, token=text, index=index)
 
 
 def pretrained_files(path: str, trust_remote_code: bool) -> list[Path]:
@@ -119,13 +212,12 @@ def needs_transformers(path: str) -> bool:
     """Whether a tokenizer is downloaded or loaded by `transformers`, which takes seconds."""
     if not os.path.exists(path):
         return HUB_NAME.fullmatch(path) is not None
-    return os.path.isdir(path) and not os.path.isfile(os.path.join(path, "tokenizer.json"))
+    files = (os.path.join(path, name) for name in (JSON_FILE, MODEL_FILE))
+    return os.path.isdir(path) and not any(map(os.path.isfile, files))
 
 
 def _read_library(file: Path) -> Any:
     """The tokenizer of `tokenizers` in a tokenizer.json."""
-    import tokenizers
-
     content = read_bytes(file, "tokenizer_model")
     with library_errors("tokenizer-json-invalid", file=file):
         return tokenizers.Tokenizer.from_buffer(content)
@@ -166,7 +258,7 @@ def _effective_setting(file: Path, library: Any) -> str | None:
 def _splits_special_tokens(file: Path) -> bool:
     """Whether the text of a special token stays text, by the settings next to a tokenizer.json."""
     settings = file.with_name(SIDE_FILES[0])
-    is_named = file.name == "tokenizer.json" and settings.is_file()
+    is_named = file.name in (JSON_FILE, MODEL_FILE) and settings.is_file()
     return is_named and read_json(settings, "tokenizer_model").get("split_special_tokens") is True
 
 

@@ -18,6 +18,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Types of pieces."""
 UNIGRAM, BPE, WORD, CHAR = range(1, 5)
 """Types of models."""
+TYPES = {UNIGRAM: "unigram", BPE: "BPE", WORD: "word", CHAR: "char"}
 NEVER_FOUND = (UNKNOWN, CONTROL, BYTE)
 """Types of pieces that no text has, not even a text that is equal to their names."""
 NEVER = 1000.0

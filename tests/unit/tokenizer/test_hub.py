@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_loaded_is_reported_with_its_cause(
         build_hf(tmp_path)
     (tmp_path / "tokenizer.model").write_text("damaged")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    with raises_problem("pretrained-tokenizer-unreadable", contains=str(tmp_path)):
+    with raises_problem("sentencepiece-model-invalid", contains=str(tmp_path)):
         build_hf(tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with raises_problem("library-missing", contains="sentencepiece"):
