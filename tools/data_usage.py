@@ -42,6 +42,7 @@ from megatron_ds.reports.history import RunReader, run_problems
 from megatron_ds.run_stages import RunStages
 from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.train_state import TrainState
+from megatron_ds.training.recorded_run import restricted
 from megatron_ds.training.start.data_length import open_data
 from megatron_ds.training.start.preflight import RunInputs, check_tokenizer
 from megatron_ds.training.start.run_data import build_stage_data
@@ -75,6 +76,12 @@ class Options:
         metavar="FILE",
     )
     save: str | None = option_field(None, "new folder of the fork", metavar="FOLDER")
+    trust_recorded_files: bool = option_field(
+        False, "read the files outside of the run's folder that its record names"
+    )
+    trust_remote_code: bool = option_field(
+        False, "run the Python code of the run's tokenizer, if it has some"
+    )
 
     def problems(self) -> Iterator[Problem]:
         yield from run_problems("run", (self.run,))
@@ -149,14 +156,18 @@ class RunData:
 
     Args:
         folder: Its --save folder.
+        trusts_files: Files outside of the folder are read where the record names them.
+        trusts_code: Python code of the tokenizer may run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trusts_files: bool, trusts_code: bool) -> None:
         reader = RunReader(folder)
         reader.read()
         steps = reader.history["iteration"]
         self.folder, self.last = folder, int(steps[-1]) if len(steps) else 0
-        self.starts, self._temporary = _starts(folder), tempfile.TemporaryDirectory()
+        self._trusts_files, self._trusts_code = trusts_files, trusts_code
+        self.starts = _starts(folder, is_trusted=trusts_files)
+        self._temporary = tempfile.TemporaryDirectory()
         self._excluded = Path(self._temporary.name, "excluded.txt")
 
     def of_step(self, step: int) -> Steps:
@@ -189,6 +200,13 @@ class RunData:
             config = config.with_values({"exclude_documents": str(self._excluded)})
         if start["iteration"] and "state" not in start:  # of an older version
             raise user_error("start-without-state", "step", iteration=start["iteration"])
+        given = {"load", "pretrained_checkpoint"}  # which are not read
+        if text is not None:
+            given.add("exclude_documents")
+        if self._trusts_code:
+            given.add("trust_remote_code")
+        folder = Path(self._temporary.name)
+        config = restricted(config, self.folder, folder, given=given, is_trusted=self._trusts_files)
         is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds a token
         sized = config.with_vocab(config.model.vocab_size - is_null)
         tokenizer, problems = check_tokenizer(sized, True)
@@ -217,11 +235,14 @@ class RunData:
                 step, sample = step + segment.steps, sample + segment.steps * segment.batch_size
 
 
-def _starts(folder: Path, before: float = float("inf")) -> list[dict[str, Any]]:
+def _starts(
+    folder: Path, *, is_trusted: bool, before: float = float("inf")
+) -> list[dict[str, Any]]:
     """The starts that have made the steps of a run, in their order, with those of its parents.
 
     Args:
         folder: Of the run.
+        is_trusted: A parent that the record names is read.
         before: Time of the first start that is left out.
     """
     reader = RunReader(folder)
@@ -235,7 +256,9 @@ def _starts(folder: Path, before: float = float("inf")) -> list[dict[str, Any]]:
     parent, _ = parent_of(folder) or (starts[0]["config"]["checkpoint"]["load"], first)
     if not parent or not Path(parent).is_dir() or os.path.samefile(parent, folder):
         return starts
-    earlier = _starts(Path(parent), starts[0]["time"])
+    if not is_trusted:
+        raise user_error("recorded-files-not-trusted", files=parent, run=folder)
+    earlier = _starts(Path(parent), is_trusted=True, before=starts[0]["time"])
     return [one for one in earlier if one["iteration"] < first] + starts
 
 
@@ -288,7 +311,12 @@ class UsageInspection(Inspection):
 
     def __init__(self, options: Options) -> None:
         super().__init__(as_json=options.json)
-        self._options, self._run = options, RunData(Path(options.run))
+        self._options = options
+        self._run = RunData(
+            Path(options.run),
+            trusts_files=options.trust_recorded_files,
+            trusts_code=options.trust_remote_code,
+        )
 
     def run(self) -> int:
         """Prints it, and returns the exit status."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start_tool
 
+import dataclasses
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +25,7 @@ from megatron_ds.config.options.checkpoint import missing_folder
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_config.fields import field_value
 from megatron_ds.launch.ranks.rank_variables import RANK_VARIABLES
-from megatron_ds.training.verification import verify
+from megatron_ds.training.verification import Trust, verify
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
 LAUNCHER = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
@@ -32,9 +36,10 @@ class Options:
     """Checks a run that has records of --record-every: replays recorded steps from the checkpoint
     before them, as one process on a CPU, whatever the layout of the run.
 
-    Flags of pretrain_gpt.py replace settings of the run, such as --data-path where the data is
-    elsewhere. Exit status 0: all steps are equal; 1: the first difference is printed; 2: the steps
-    cannot be replayed.
+    Flags of pretrain_gpt.py replace settings of the run: data and tokenizer are read where
+    --data-path and the tokenizer's flags say, or with --trust-recorded-files where the run says.
+    Exit status 0: all steps are equal; 1: the first difference is printed; 2: the steps cannot be
+    replayed.
     """
 
     PEERS: ClassVar[str] = "pretrain_gpt"
@@ -56,6 +61,10 @@ class Options:
     script: str | None = option_field(
         None, "program that trained the run (default: pretrain_gpt.py)", metavar="FILE"
     )
+    trust_recorded_files: bool = option_field(
+        False, "read the files outside of the run's folder that its record names"
+    )
+    show_logs: bool = option_field(False, "print the logs of the replays")
     training: Config = option_group(Config(), hidden=True)
     given: frozenset[str] = frozenset()
 
@@ -68,21 +77,33 @@ class Options:
     @property
     def changes(self) -> frozenset[str]:
         """The fields that flags of pretrain_gpt.py set."""
-        return self.given - {"run", "steps", "tolerance", "script"}
+        own = {item.name for item in dataclasses.fields(self)}
+        return self.given - own
 
 
 def work(options: Options) -> int:
-    def replay(words: Sequence[str]) -> int:
-        program = [sys.executable, options.script or str(PRETRAIN), *words]
-        unset = [word for name in LAUNCHER for word in ("-u", name)]
-        return subprocess.call(["env", *unset, "DS_ACCELERATOR=cpu", *program], stdout=sys.stderr)
-
     changes = {name: field_value(options.training, name) for name in options.changes}
-    limit, run = options.tolerance, Path(options.run)
+    trust = Trust(changes, options.trust_recorded_files)
+    limit, run, replay = options.tolerance, Path(options.run), partial(start_replay, options)
     try:
-        return verify(run, options.steps, replay, print, tolerance=limit, changes=changes)
+        return verify(run, options.steps, replay, print, tolerance=limit, trust=trust)
     except UserError as error:  # with another status than a difference
         fail(error.problems, table_of(Options))
+
+
+def start_replay(options: Options, words: Sequence[str]) -> int:
+    """Trains as one process on the host; prints its log if it fails, or if asked for."""
+    program = [sys.executable, options.script or str(PRETRAIN), *words]
+    unset = [word for name in LAUNCHER for word in ("-u", name)]
+    command = ["env", *unset, "DS_ACCELERATOR=cpu", *program]
+    if options.show_logs:
+        return subprocess.call(command, stdout=sys.stderr)
+    with tempfile.TemporaryFile() as log:
+        status = subprocess.call(command, stdout=log, stderr=log)
+        if status:
+            log.seek(0)
+            shutil.copyfileobj(log, sys.stderr.buffer)
+    return status
 
 
 main = cli.program(Options, work)

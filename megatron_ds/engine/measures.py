@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 from megatron_ds.config import ProfilingConfig
-from megatron_ds.engine.norms import ParameterSums, StepNorms
+from megatron_ds.engine.norms import StepNorms
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.recording.step_recorder import recording
 from megatron_ds.engine.regions import (
@@ -60,11 +60,13 @@ class StepMeasures:
             result, stages = step(), parts.mesh.pp
             means = log.take() if stages.size == 1 else log.take_of_stages(stages, parts.device)
         extras = {**router_metrics(means), **result.extras}
-        norms: ParameterSums = {}
+        norms: dict[str, Any] = {}
         if sums is not None and not result.skipped:
             self._norms.complete(sums, result.grad_norm)
             extras |= self._norms.metrics(sums)
-            norms = self._norms.by_parameter(sums) if is_recorded else {}
+            if is_recorded:
+                updates = {"update": self._norms.of_updates(sums)}
+                norms = self._norms.by_parameter(sums) | updates
         record = None if recorder is None else recorder.record(result) | norms
         return dataclasses.replace(result, extras=extras, record=record)
 

@@ -242,6 +242,10 @@ class StepNorms:
         }
         return {name: dict(zip(self._places, pairs, strict=True)) for name, pairs in values.items()}
 
+    def of_updates(self, sums: _Sums) -> dict[str, float]:
+        """The norm of each parameter's update, of complete sums. Waits for the device."""
+        return dict(zip(self._places, sums.total[UPDATE].sqrt().tolist(), strict=True))
+
     def parts(self, master: Tensor) -> Iterator[tuple[int, slice]]:
         """Parameter and place of what this rank counts of a tensor that the optimizer steps."""
         for part in self._flats[id(master)].parts:

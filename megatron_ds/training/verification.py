@@ -7,28 +7,36 @@ order in which a step computes. How a replay is started comes in as a function. 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_ds.checkpoint.compatibility import config_of
 from megatron_ds.checkpoint.metadata import iteration_of, list_checkpoints
 from megatron_ds.config import GROUP_OF_FIELD, Config, yaml_file
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.schedule import parse_iteration_range
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import counted, user_error
 from megatron_ds.engine.ds_config.fields import field_value
 from megatron_ds.training.loggers.events import EVENTS
 from megatron_ds.training.loggers.step_records import FILE_NAME, record_path
+from megatron_ds.training.record_comparison import Difference, compare, continued
+from megatron_ds.training.recorded_run import (
+    Record,
+    read_records,
+    read_starts,
+    requiring_form,
+    restricted,
+)
 
-Record = Mapping[str, Any]
 Replay = Callable[[Sequence[str]], int]
 """Trains as one process on the host, with flags of pretrain_gpt.py; returns the exit status."""
 TABLES: dict[str, Any] = read_table(__file__)
+CHECKPOINT_ROUNDING = 1e-6
+"""Accepted difference of weights, relative to a norm, that are saved and loaded into one process:
+their norms are added in another order."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +47,23 @@ class Segment:
     """Its iteration; 0: the start of the run."""
     config: Config
     """Settings of the run in these steps."""
+    first: int
+    """Iteration from which the run was started with these settings."""
     ranks: int
     steps: list[int]
 
 
-class Difference(NamedTuple):
-    """A value of a record, and of its replay."""
+@dataclass(frozen=True)
+class Trust:
+    """What a reader of a run allows its record.
 
-    cause: str
-    """A key of `causes` in verification.toml."""
-    where: str
-    """Sample, or layer and tensor."""
-    run: Any
-    replay: Any
-    size: float
-    """Relative to a norm; infinite where hashes are not equal."""
+    Attributes:
+        changes: Settings that replace recorded ones, by field.
+        files: Whether files outside of the run's folder are read where the record names them.
+    """
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    files: bool = False
 
 
 def verify(
@@ -63,7 +73,7 @@ def verify(
     say: Callable[[str], object],
     *,
     tolerance: float | None = None,
-    changes: Mapping[str, Any] | None = None,
+    trust: Trust | None = None,
 ) -> int:
     """Replays steps, and returns the exit status.
 
@@ -73,99 +83,185 @@ def verify(
         replay: Starts a replay.
         say: Prints a line.
         tolerance: Largest accepted difference; None: that of the precision of the run.
-        changes: Settings of the replay, by field.
+        trust: Settings of the replay, and what the record may name.
 
     Raises:
         UserError: If they cannot be replayed.
     """
-    largest = dict[str, Difference]()
-    records, planned = plan(run, steps)
+    verdict, trust = Verdict(say, tolerance), trust or Trust()
+    with requiring_form(run / EVENTS):
+        records, planned = plan(run, steps, trust)
     for segment in planned:
         span = f"{segment.checkpoint + 1} to {segment.steps[-1]}"
         say(f"replaying iterations {span} of {run} as one process")
-        limits = TABLES["tolerance"][segment.config.precision.name]
-        with tempfile.TemporaryDirectory() as folder:
-            config = replay_config(run, segment, Path(folder), changes or {})
-            path = Path(folder, "replay.yaml")
-            path.write_text(yaml_file.dump(config), encoding="utf-8")
-            status = replay(["--config", str(path)])
-            replayed = {} if status else read_records(Path(folder, FILE_NAME))
-        if not replayed.keys() >= set(segment.steps):
-            raise user_error("replay-failed", status=status)
-        for step in segment.steps:
-            for item in compare(records[step], replayed[step]):
-                of_sum = limits["sum"] if item.where.endswith(" sum") else 0.0
-                if item.size > (tolerance or max(limits.get(item.cause, 0.0), of_sum)):
-                    say(f"step {step} is not equal: {_describe(item)}")
-                    return 1
-                pair = largest.get(item.cause, item), item
-                largest[item.cause] = max(pair, key=lambda one: one.size)
-            say(f"step {step} is equal")
-    say("equal; the largest differences, relative to norms, are")
-    for item in largest.values():
-        say(f"    {item.cause}: {item.size:.1e}, {item.where}")
+        replayed = _replay(run, segment, records, replay, trust)
+        verdict.limits = TABLES["tolerance"][segment.config.precision.name]
+        if not _checks(segment, records, replayed, verdict):
+            return 1
+    verdict.summarize()
     return 0
 
 
+def _checks(
+    segment: Segment,
+    records: Mapping[int, Record],
+    replayed: Mapping[int, Record],
+    verdict: Verdict,
+) -> bool:
+    """Whether the steps of a segment equal their replays, and continue each other."""
+    start = segment.checkpoint
+    if start in records:
+        pairs = continued(records[start], replayed[start + 1])
+        if not verdict.is_continued(start, pairs, CHECKPOINT_ROUNDING):
+            return False
+    for step in segment.steps:
+        is_compiled = segment.config.runtime.compile
+        pairs = compare(records[step], replayed[step], is_compiled=is_compiled)
+        is_equal = (
+            _is_continued(segment, records, step - 1, verdict)
+            and verdict.is_equal(step, pairs)
+            and _is_continued(segment, records, step, verdict)
+        )
+        if not is_equal:
+            return False
+    return True
+
+
+def _is_continued(
+    segment: Segment, records: Mapping[int, Record], step: int, verdict: Verdict
+) -> bool:
+    """Whether the next step began with the weights after a step, if the same start of the run made
+    both and recorded them."""
+    if not {step, step + 1} <= records.keys() or step <= segment.first:
+        return True
+    return verdict.is_continued(step, continued(records[step], records[step + 1]), 0.0)
+
+
+class Verdict:
+    """Decides which differences are accepted, and prints what was compared.
+
+    Args:
+        say: Prints a line.
+        tolerance: Largest accepted difference; None: that of `limits`.
+    """
+
+    def __init__(self, say: Callable[[str], object], tolerance: float | None) -> None:
+        self._say, self._tolerance = say, tolerance
+        self.limits: Mapping[str, float] = {}
+        """Largest accepted differences of the precision of the run, by cause."""
+        self._largest: dict[str, Difference] = {}
+        self._values, self._steps = 0, 0
+        self._continued = dict[int, None]()
+
+    def is_equal(self, step: int, differences: Iterable[Difference]) -> bool:
+        """Whether a step equals its replay; prints the first difference that is not accepted."""
+        for item in differences:
+            of_sum = self.limits["sum"] if item.where.endswith(": sum") else 0.0
+            limit = self._tolerance or max(self.limits.get(item.cause, 0.0), of_sum)
+            if not item.size <= limit:  # so that nan is not accepted
+                self._say(f"step {step} is not equal: {_describe(item)}")
+                return False
+            self._values += 1
+            largest = self._largest.get(item.cause, item)
+            self._largest[item.cause] = max(largest, item, key=lambda one: one.size)
+        self._steps += 1
+        self._say(f"step {step} is equal")
+        return True
+
+    def is_continued(self, step: int, differences: Iterable[Difference], limit: float) -> bool:
+        """Whether the weights after a step are those before the next one."""
+        for item in differences:
+            if not item.size <= limit:
+                text = (
+                    f"step {step} ended with {item.expected}, step {step + 1} began with {item.run}"
+                )
+                cause = f"{item.where}: weights ({TABLES['causes']['weights']})"
+                self._say(f"step {step + 1} is not equal: {cause}; {text}")
+                return False
+            self._continued[step] = None
+        return True
+
+    def summarize(self) -> None:
+        """Prints how much was compared, and the largest differences."""
+        self._say(f"equal: {self._values} values of {counted(self._steps, 'step')}")
+        if self._continued:
+            steps = ", ".join(map(str, self._continued))
+            self._say(f"the next step, or the checkpoint, has the weights after: {steps}")
+        self._say("the largest differences, relative to norms, are")
+        for item in self._largest.values():
+            self._say(f"    {item.cause}: {item.size:.1e}, {item.where}")
+
+
+def _replay(
+    run: Path, segment: Segment, records: Mapping[int, Record], replay: Replay, trust: Trust
+) -> dict[int, Record]:
+    """Replays the steps of a segment, and returns their records.
+
+    Raises:
+        UserError: If the replay fails, or the record names what the reader does not trust.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with requiring_form(run / EVENTS):
+            config = replay_config(run, segment, folder, trust)
+        if segment.checkpoint in records:  # its weights are compared with those of the first step
+            config = config.with_values({"record_every": 1})
+        path = folder / "replay.yaml"
+        path.write_text(yaml_file.dump(config), encoding="utf-8")
+        status = replay(["--config", str(path)])
+        replayed = {} if status else read_records(folder / FILE_NAME)
+    if not replayed.keys() >= set(segment.steps):
+        raise user_error("replay-failed", status=status)
+    return replayed
+
+
 def _describe(item: Difference) -> str:
-    values = f"the run has {item.run}, its replay {item.replay}"
+    values = f"the run has {item.run}, its replay {item.expected}"
     return f"{item.where}: {item.cause} ({TABLES['causes'][item.cause]}); {values}"
 
 
-def read_records(path: Path) -> dict[int, Record]:
-    """The records of a file by iteration; see `_read_lines`."""
-    return {record["iteration"]: record for record in _read_lines(path)}
-
-
-def _read_lines(path: Path) -> list[Record]:
-    """The objects of a file with an iteration, without a last line that is being written.
-
-    Raises:
-        UserError: If there is no file or no object, or a line is none.
-    """
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    try:
-        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1:] == "\n"]
-        objects = [line | {"iteration": int(line["iteration"])} for line in lines]
-    except (ValueError, TypeError, KeyError) as error:
-        raise user_error("step-records-damaged", path=path, error=error) from None
-    if not objects:
-        raise user_error("step-records-missing", path=path)
-    return objects
-
-
-def plan(run: Path, words: Sequence[str] | None) -> tuple[dict[int, Record], list[Segment]]:
+def plan(
+    run: Path, words: Sequence[str] | None, trust: Trust
+) -> tuple[dict[int, Record], list[Segment]]:
     """The records of a run, and the wanted steps by the checkpoint they are replayed from.
 
     Raises:
-        UserError: If a step has no record or no checkpoint, or draws random numbers that one
-            process on the host does not.
+        UserError: If a step has no record or no checkpoint, or computes what one process on the
+            host does not.
     """
-    starts = [event for event in _read_lines(run / EVENTS) if event["event"] == "start"]
-    records = read_records(record_path(config_of(starts[-1]["config"]), run) or run / FILE_NAME)
-    saved = {iteration_of(path) for path in list_checkpoints(run)}
+    starts = read_starts(run)
+    path = run / FILE_NAME
+    if not path.exists() and trust.files:
+        path = record_path(starts[-1]["settings"], run) or path
+    records = read_records(path)
+    saved = {iteration_of(folder) for folder in list_checkpoints(run)}
     result: dict[int, Segment] = {}
     for step in _wanted(words, records):
-        start = [event for event in starts if event["iteration"] < step][-1]
-        config, first = config_of(start["config"]), start["iteration"]
-        _require_masks(config)
+        before = [event for event in starts if event["iteration"] < step]
+        if not before:
+            raise user_error("step-without-start", "steps", step=step, run=run)
+        config, first = before[-1]["settings"], before[-1]["iteration"]
+        _require_one_process(config, before[-1]["ranks"])
         loaded = {first} if first == 0 or config.checkpoint.load != str(run) else set()
         usable = {at for at in saved if first <= at < step} | loaded
         if not usable:
             raise user_error("replay-without-checkpoint", step=step, first=first, run=run)
-        new = Segment(max(usable), config, start["ranks"], [])
+        new = Segment(max(usable), config, first, before[-1]["ranks"], [])
         result.setdefault(new.checkpoint, new).steps.append(step)
     return records, list(result.values())
 
 
-def replay_config(run: Path, segment: Segment, folder: Path, changes: Mapping[str, Any]) -> Config:
+def replay_config(run: Path, segment: Segment, folder: Path, trust: Trust) -> Config:
     """The settings of a replay: those of the run, as one process that saves nothing.
 
     Args:
         run: The --save folder.
         segment: The steps.
-        folder: Receives the records.
-        changes: Flags of pretrain_gpt.py.
+        folder: Temporary folder, which receives the records and all other files.
+        trust: Settings of the replay, and what the record may name.
+
+    Raises:
+        UserError: If the record names what is not trusted.
     """
     before, default, at = segment.config, Config(), segment.checkpoint
     options, model, parallel = before.checkpoint, before.model, before.parallel
@@ -189,53 +285,15 @@ def replay_config(run: Path, segment: Segment, folder: Path, changes: Mapping[st
         "seed": before.runtime.seed,
         "zero_stage": min(before.zero_stage, 1),
         "allow_fp16_on_cpu": before.precision.fp16,
-        **changes,
+        **trust.changes,
     }
     unlike = {name: getattr(default, name) for name in TABLES["groups"]}
     config = dataclasses.replace(before, **unlike).with_values(values)
+    given = {*trust.changes, *(("load",) if values.get("load") == str(run) else ())}
+    config = restricted(config, run, folder, given=given, is_trusted=trust.files)
     names = {x for x in GROUP_OF_FIELD if field_value(config, x) != field_value(default, x)}
     names -= set() if is_null else {"vocab_size"}
-    return dataclasses.replace(config, given=frozenset(names | changes.keys()))
-
-
-def compare(run: Record, replay: Record) -> Iterator[Difference]:
-    """Compares a record with its replay, in the order in which a step computes."""
-    of_run = {(cause, where): value for cause, where, value, _ in _values_of(run)}
-    of_replay = {(cause, where): x for cause, where, *x in _values_of(replay)}
-    for key in dict.fromkeys([*of_replay, *of_run]):
-        value, (expected, scale) = of_run.get(key), of_replay.get(key, (None, None))
-        size = 0.0 if value == expected else math.inf
-        if value is None and key[0] in TABLES["not_everywhere"]:
-            continue
-        if size and isinstance(value, float) and isinstance(expected, float):
-            size = abs(value - expected) / (scale or abs(expected) or abs(value))
-        yield Difference(*key, value, expected, size)
-
-
-def _values_of(record: Record) -> Iterator[tuple[str, str, Any, float | None]]:
-    """The values of a record, in the order in which a step computes: cause of a difference, name,
-    value, and the norm to which a difference is relative; None: the value itself."""
-
-    def norms(cause: str, key: str, least: float = 0.0) -> Iterator[tuple[str, str, Any, float]]:
-        names = [*record.get(key, ())]
-        for name in reversed(names) if key == "gradients" else names:
-            if key == "gradients" or not name.endswith(TABLES["undecided"]):
-                norm, total = record[key][name]
-                scale = max(norm or 0.0, least)
-                yield cause, f"{name}: norm", norm, scale
-                yield cause, f"{name}: sum", total, scale
-
-    for name, value in record["samples"].items():
-        yield "data", f"sample {name}", value, None
-    yield from norms("weights", "weights")
-    for name, value in record["random"].items():
-        yield "random numbers", name, value, None
-    for name, value in record["layers"].items():
-        yield "forward", f"{name}: output", value, None
-    yield "forward", "head: loss", record["loss"], None
-    yield from norms("gradient", "gradients", TABLES["least"] * (record["grad_norm"] or 0.0))
-    yield "optimizer", "skipped", record["skipped"], None
-    yield from norms("optimizer", "updated")
+    return dataclasses.replace(config, given=frozenset(names | trust.changes.keys()))
 
 
 def _wanted(words: Sequence[str] | None, records: Mapping[int, Record]) -> list[int]:
@@ -252,9 +310,16 @@ def _wanted(words: Sequence[str] | None, records: Mapping[int, Record]) -> list[
     return sorted(steps & records.keys())
 
 
-def _require_masks(config: Config) -> None:
-    """Refuses a run whose dropout masks one process on the host does not draw."""
+def _require_one_process(config: Config, ranks: int) -> None:
+    """Refuses a run whose steps one process on the host does not compute.
+
+    The ranks may draw dropout masks of their own, or balance the loads of micro-batches that are
+    not computed one after the other.
+    """
     sp_size, model = config.parallel.ds_sequence_parallel_size, config.model
     shares_heads = config.parallel.tensor_model_parallel_size * sp_size > 1
     if (shares_heads and model.attention_dropout) or (sp_size > 1 and model.hidden_dropout):
         raise user_error("replay-draws-other-masks")
+    replicas = config.parallel.data_parallel_size(ranks)
+    if config.moe.balances_replicas and replicas > 1:
+        raise user_error("replay-balances-other-loads", replicas=replicas)

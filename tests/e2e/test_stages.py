@@ -33,7 +33,7 @@ LAYOUTS: dict[str, Settings] = {
 
 def printed_tokens(run: Path, last: int) -> dict[int, list[int]]:
     """The tokens of the documents that tools/data_usage.py prints for all steps, by sample."""
-    data, samples = RunData(run), dict[int, list[int]]()
+    data, samples = RunData(run, trusts_files=True, trusts_code=False), dict[int, list[int]]()
     for step in range(1, last + 1):
         steps = data.of_step(step)
         for position in steps.samples(step):

@@ -96,6 +96,12 @@ class MoEConfig:
         """Coefficient of the load-balancing loss in effect."""
         return self.moe_aux_loss_coeff if BALANCED.holds(self) else 0.0
 
+    @property
+    def balances_replicas(self) -> bool:
+        """Whether the auxiliary loss balances the micro-batches of all replicas together."""
+        kind = self.moe_router_load_balancing_type
+        return self.is_used and kind == "global_aux_loss" and self.aux_loss_coeff > 0
+
     def capacity_factor(self, *, training: bool) -> float | None:
         """The capacity factor in effect; None if experts accept all tokens."""
         if not self.moe_token_dropping:

@@ -41,6 +41,7 @@ FLAGS = [
     "{name: two, train-iters: 6, seq-length: 24, curriculum-seqlen: [8, 24, 4], "
     "data-path: [0.3, a, 0.7, b]}",
 ]
+RUN = ("child", "--trust-recorded-files")
 KEYS = "step", "position", "dp_rank", "epoch", "first", "tokens"
 Read = dict[int, dict[int, tuple[int, list[int]]]]
 """Step -> position -> the data-parallel rank that has read the sample, and its tokens."""
@@ -160,7 +161,7 @@ def test_the_documents_of_each_step_are_those_that_it_has_read(
     """
     folder, read = runs
     monkeypatch.chdir(folder)
-    run = data_usage.RunData(folder / "child")
+    run = data_usage.RunData(folder / "child", trusts_files=True, trusts_code=False)
     assert sorted(read) == list(range(1, 15))
     for step, samples in read.items():
         steps = run.of_step(step)
@@ -195,7 +196,7 @@ def test_the_steps_of_each_document_are_the_inverse(
                 expected.append(dict(zip(KEYS, entry, strict=True)))
             seen.update((token, True) for token in row[:-1])
             seen.update((token, False) for token in row[1:])
-        assert data_usage.main(["child", "--document", f"{name}:{number}", "--json"]) == os.EX_OK
+        assert data_usage.main([*RUN, "--document", f"{name}:{number}", "--json"]) == os.EX_OK
         assert json.loads(capsys.readouterr().out)["reads"] == expected
         assert len(expected) > 1
 
@@ -224,9 +225,11 @@ def test_what_is_not_known_is_an_error(
         ("--document a:60", "document-beyond-file"),
         ("--document a:1 --rank 0", "rank-without-step"),
     ):
-        assert data_usage.main(["child", *words.split()]) in (ExitCode.ERROR, ExitCode.BAD_SETTINGS)
+        assert data_usage.main([*RUN, *words.split()]) in (ExitCode.ERROR, ExitCode.BAD_SETTINGS)
         assert code in printed_codes(capsys.readouterr().err)
-    assert data_usage.main(["child", "--step", "7", "--rank", "1"]) == os.EX_OK
+    assert data_usage.main(["child", "--step", "7"]) == ExitCode.ERROR
+    assert printed_codes(capsys.readouterr().err) == ["recorded-files-not-trusted"]
+    assert data_usage.main([*RUN, "--step", "7", "--rank", "1"]) == os.EX_OK
     text = capsys.readouterr().out
     assert text.count("--- sample") == 4
     assert "a:" in text
