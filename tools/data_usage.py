@@ -200,13 +200,15 @@ class RunData:
             config = config.with_values({"exclude_documents": str(self._excluded)})
         if start["iteration"] and "state" not in start:  # of an older version
             raise user_error("start-without-state", "step", iteration=start["iteration"])
-        given = {"load", "pretrained_checkpoint"}  # which are not read
+        replaced = {"load", "pretrained_checkpoint"}  # which are not read
         if text is not None:
-            given.add("exclude_documents")
+            replaced.add("exclude_documents")
         if self._trusts_code:
-            given.add("trust_remote_code")
+            replaced.add("trust_remote_code")
         folder = Path(self._temporary.name)
-        config = restricted(config, self.folder, folder, given=given, is_trusted=self._trusts_files)
+        config = restricted(
+            config, self.folder, folder, replaced=replaced, is_trusted=self._trusts_files
+        )
         is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds a token
         sized = config.with_vocab(config.model.vocab_size - is_null)
         tokenizer, problems = check_tokenizer(sized, True)

@@ -77,8 +77,8 @@ class Options:
     @property
     def changes(self) -> frozenset[str]:
         """The fields that flags of pretrain_gpt.py set."""
-        own = {item.name for item in dataclasses.fields(self)}
-        return self.given - own
+        of_tool = {item.name for item in dataclasses.fields(self)}
+        return self.given - of_tool
 
 
 def work(options: Options) -> int:

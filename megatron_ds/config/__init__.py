@@ -42,7 +42,7 @@ from megatron_ds.config.options.recompute import RecomputeConfig
 from megatron_ds.config.options.runtime import RuntimeConfig
 from megatron_ds.config.options.schedule import ScheduleConfig
 from megatron_ds.config.options.tokenizer import TokenizerConfig
-from megatron_ds.config.problems import Problem, option, with_value
+from megatron_ds.config.problems import Problem, option, with_value, without_passwords
 
 __all__ = [
     "GROUPS",
@@ -270,7 +270,7 @@ class Config:
         values = self._values
         return {
             name: {
-                item.name: getattr(values, item.name)
+                item.name: without_passwords(getattr(values, item.name))
                 for item, spec in option_fields(group)
                 if spec.unmet(values) is None
             }
@@ -294,8 +294,9 @@ class Config:
         return SimpleNamespace(**{k: v for group in groups for k, v in vars(group).items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain values by group, for JSON."""
-        return {name: dataclasses.asdict(getattr(self, name)) for name in GROUPS}
+        """Plain values by group, for JSON, without passwords in URLs."""
+        groups = {name: dataclasses.asdict(getattr(self, name)) for name in GROUPS}
+        return {name: without_passwords(values) for name, values in groups.items()}
 
 
 GROUPS: dict[str, type] = {

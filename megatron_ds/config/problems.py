@@ -22,6 +22,8 @@ PACKAGE = Path(__file__).parents[1]
 PROBLEMS_SHOWN = 20
 """Problems of the same kind that are listed at once; further ones are counted."""
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "bytes"))
+USER_INFORMATION = re.compile(r"(://)[^/?#\s'\"]*@")
+"""The user information of a URL (RFC 3986), before the last @ of its authority."""
 MARKER = re.compile("\x02([a-z0-9_]+)\x03")
 
 
@@ -37,6 +39,21 @@ def option(field: str) -> str:
 def default_flag(field: str) -> str:
     """The flag that a field's name gives: `seq_length` is `--seq-length`."""
     return f"--{field.replace('_', '-')}"
+
+
+def without_passwords(value: Any) -> Any:
+    """A text in which `***` replaces the user information of URLs, or a value made of such texts.
+
+    What is printed or saved goes through this: `http://user:password@host/data` appears as
+    `http://***@host/data`.
+    """
+    if isinstance(value, str):
+        return USER_INFORMATION.sub(r"\1***@", value) if "://" in value else value
+    if isinstance(value, dict):
+        return {without_passwords(key): without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_passwords, value))
+    return value
 
 
 def with_flags(text: str, flag_of: Callable[[str], str] = default_flag) -> str:
@@ -155,7 +172,7 @@ class Problem:
         return problem
 
     def __str__(self) -> str:
-        return with_flags(self.template)
+        return str(without_passwords(with_flags(self.template)))
 
     def __contains__(self, text: str) -> bool:
         """Whether the message shows a text."""
@@ -189,7 +206,7 @@ class Problem:
         Args:
             flag_of: Gives the flag of a field.
         """
-        return f"{with_flags(self.template, flag_of)} [{self.code}]"
+        return f"{without_passwords(with_flags(self.template, flag_of))} [{self.code}]"
 
 
 class UserError(ValueError):

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.config.fields import option_fields
+from megatron_ds.config.problems import without_passwords
 from megatron_ds.config.stages import NAME
 
 FILE_NAME = "config.yaml"
@@ -51,7 +52,7 @@ def dump(config: Config) -> str:
         }
         if others:
             defaults += [f"  # {group}\n", *(f"  {line}" for line in _lines(others))]
-    return "".join([HEADER, *settings, DEFAULTS_HEADER, *defaults])
+    return str(without_passwords("".join([HEADER, *settings, DEFAULTS_HEADER, *defaults])))
 
 
 def entries(group: Any) -> Iterator[tuple[str, tuple[str, Any]]]:

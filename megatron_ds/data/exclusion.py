@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,11 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.data.gpt_dataset import NumberedDataset
 from megatron_ds.data.sample_index import IntArray, Ranges
 from megatron_ds.data.validation import DataFiles
+
+NUMBER = re.compile("[0-9]{1,18}")
+"""A number of a document, which fits into 64 bits."""
+SHOWN = 200
+"""Characters of a line that an error shows."""
 
 
 def excluded_sequences(
@@ -37,19 +42,36 @@ def excluded_sequences(
     def named(name: str) -> list[str]:
         return [prefix for prefix in opened if f"/{prefix}".endswith(f"/{name}")]
 
-    for line, text in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-        words = re.fullmatch(r"\s*(.+):(\d+)(?:-(\d+))?\s*", text)
-        prefixes = named(words[1]) if words else []
-        if words and len(prefixes) == 1:
+    for line, text in enumerate(_lines(Path(path)), 1):
+        name, first, last = _documents(text) or ("", 0, -1)
+        prefixes = named(name) if name else []
+        if len(prefixes) == 1:
             index = opened[prefixes[0]].open(prefixes[0]).document_index
-            first, last = int(words[2]), int(words[3] or words[2])
             if first <= last < len(index) - 1:
                 of_file = sequences.setdefault(prefixes[0], set())
                 of_file.update(range(int(index[first]), int(index[last + 1])))
                 continue
-        if text.strip() and not text.startswith("#"):
-            problems.append(Problem("exclusion-invalid", path=path, line=line, text=text.strip()))
+        if text and not text.startswith("#"):
+            shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+            problems.append(Problem("exclusion-invalid", path=path, line=line, text=shown))
     return {prefix: _ranges(of_file) for prefix, of_file in sequences.items()}, problems
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file, without blanks at their ends and a byte order mark. Bytes that are not
+    UTF-8 are replaced, so that the line that has them names no document."""
+    for line in path.read_text(encoding="utf-8-sig", errors="replace").split("\n"):
+        yield line.strip()
+
+
+def _documents(text: str) -> tuple[str, int, int] | None:
+    """File and first and last document of a line, FILE:NUMBER or FILE:FIRST-LAST."""
+    name, _, numbers = text.rpartition(":")
+    first, dash, last = numbers.partition("-")
+    words = (first, last) if dash else (first, first)
+    if not name or not all(NUMBER.fullmatch(word) for word in words):
+        return None
+    return name, int(words[0]), int(words[1])
 
 
 def _ranges(sequences: set[int]) -> Ranges:

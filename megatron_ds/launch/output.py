@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, without_passwords
 from megatron_ds.launch.environment import host_suffix, local_rank, rank, world_size
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process import program_start
@@ -78,7 +78,7 @@ def print_on_rank(text: str, *, rank_to_print: int = 0) -> None:
     """
     if rank() == rank_to_print % world_size():
         _print(text, sys.stdout)
-        _recorder.get()(text)
+        _recorder.get()(without_passwords(text))
 
 
 @contextmanager
@@ -126,6 +126,7 @@ def with_rank_prefix(text: str) -> str:
 
 
 def _print(text: str, stream: TextIO) -> None:
+    text = without_passwords(text)
     try:
         # One write: an unbuffered print() writes the line's end separately, and lines of two ranks
         # would be interleaved.

@@ -57,10 +57,10 @@ def read_objects(path: Path, check: Callable[[dict[str, Any]], object]) -> list[
     objects = []
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
+            for position, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
                 if not line.endswith(b"\n"):
                     break
-                with requiring_form(path, number):
+                with requiring_form(path, position):
                     value = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
                     if not isinstance(value, dict):
                         raise TypeError("the line is not a JSON object")
@@ -153,7 +153,7 @@ def _require_number(name: str, value: Any) -> None:
 
 
 def restricted(
-    config: Config, run: Path, folder: Path, *, given: Collection[str], is_trusted: bool
+    config: Config, run: Path, folder: Path, *, replaced: Collection[str], is_trusted: bool
 ) -> Config:
     """Recorded settings, restricted to what a reader of the run allows.
 
@@ -161,34 +161,34 @@ def restricted(
     are written to `folder` unless the reader names others.
 
     Args:
-        config: Recorded settings, with those that the reader has given.
+        config: Recorded settings, with those that the reader has replaced.
         run: The --save folder, whose files are always read.
         folder: Temporary folder of the reader.
-        given: Fields that the reader has given.
+        replaced: Fields that the reader has replaced.
         is_trusted: Files that the record names outside of `run` are read where it names them.
 
     Raises:
         UserError: If the settings run code, or read other files, that the reader did not allow.
     """
-    if config.tokenizer.trust_remote_code and "trust_remote_code" not in given:
+    if config.tokenizer.trust_remote_code and "trust_remote_code" not in replaced:
         raise user_error("checkpoint-tokenizer-runs-code", path=run)
     outside = [
         (name, value)
-        for name, value in _files(config, given)
+        for name, value in _files(config, replaced)
         if name in LISTS or not _is_inside(value, run)
     ]
     if outside and not is_trusted:
         names = dict.fromkeys(name for name, _ in outside)
         files = ", ".join(dict.fromkeys(str(value) for _, value in outside))
         raise user_error("recorded-files-not-trusted", *names, files=files, run=run)
-    unnamed = [name for name in CACHES if name not in given]
+    unnamed = [name for name in CACHES if name not in replaced]
     caches = {name: str(folder / name) for name in unnamed if not is_trusted}
     return config.with_values(caches)
 
 
-def _files(config: Config, given: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _files(config: Config, replaced: Collection[str]) -> Iterator[tuple[str, Any]]:
     """The files that settings name, by field."""
-    of_run = {name: field_value(config, name) for name in (*FILES, *LISTS) if name not in given}
+    of_run = {name: field_value(config, name) for name in (*FILES, *LISTS) if name not in replaced}
     # The data of a stage replaces what the reader has given for all of them.
     for settings in (of_run, *map(stages.values_of, config.schedule.stages)):
         for name in settings.keys() & {*FILES, *LISTS}:

@@ -289,8 +289,8 @@ def replay_config(run: Path, segment: Segment, folder: Path, trust: Trust) -> Co
     }
     unlike = {name: getattr(default, name) for name in TABLES["groups"]}
     config = dataclasses.replace(before, **unlike).with_values(values)
-    given = {*trust.changes, *(("load",) if values.get("load") == str(run) else ())}
-    config = restricted(config, run, folder, given=given, is_trusted=trust.files)
+    replaced = {*trust.changes, *(("load",) if values.get("load") == str(run) else ())}
+    config = restricted(config, run, folder, replaced=replaced, is_trusted=trust.files)
     names = {x for x in GROUP_OF_FIELD if field_value(config, x) != field_value(default, x)}
     names -= set() if is_null else {"vocab_size"}
     return dataclasses.replace(config, given=frozenset(names | trust.changes.keys()))

@@ -99,8 +99,8 @@ class MoEConfig:
     @property
     def balances_replicas(self) -> bool:
         """Whether the auxiliary loss balances the micro-batches of all replicas together."""
-        kind = self.moe_router_load_balancing_type
-        return self.is_used and kind == "global_aux_loss" and self.aux_loss_coeff > 0
+        balancing = self.moe_router_load_balancing_type
+        return self.is_used and balancing == "global_aux_loss" and self.aux_loss_coeff > 0
 
     def capacity_factor(self, *, training: bool) -> float | None:
         """The capacity factor in effect; None if experts accept all tokens."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import json
 import pickle
 import re
 import string
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem, UserError, catalogue, counted, option, raise_if_any
 from megatron_ds.config.support_matrix import RULES
 from tests.import_graph import PACKAGE, REPOSITORY, nodes
@@ -154,3 +157,28 @@ def test_all_problems_are_raised_at_once() -> None:
 def test_expected_problem_is_compared_by_code_and_fields() -> None:
     with raises_problem("not-positive", "seq_length", contains="0"):
         raise UserError(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:secret@host/d", "http://***@host/d"),
+        ("at https://secret@host:80/a@b, twice s3://k:secret@b/c", None),
+        ("http://user:se@cret@host", "http://***@host"),
+        ("s3://bucket/name@v1", "s3://bucket/name@v1"),
+        ("user@host", "user@host"),
+    ],
+)
+def test_passwords_in_urls_are_not_shown(text: str, shown: str | None) -> None:
+    """Claim (command-line): user information of URLs is neither printed nor saved"""
+    config = Config().with_values({"data_path": ("0.5", text), "lr": 1e-3})
+    config = dataclasses.replace(config, given=frozenset({"data_path", "lr"}))
+    outputs = [
+        str(Problem.of("x", f"{text} is missing")),
+        Problem.of("x", f"{text} is missing").render(),
+        json.dumps(config.to_dict()),
+        yaml_file.dump(config),
+    ]
+    for output in outputs:
+        assert "secret" not in output
+        assert shown is None or shown in output

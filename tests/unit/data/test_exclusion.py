@@ -167,6 +167,15 @@ def test_wrong_lines_are_named_together(folder: Path) -> None:
     ranges, problems = excluded_sequences([files])
     assert ranges == {str(folder / "a"): ((24, 25),), str(folder / "b"): ((3, 6),)}
     assert codes(problems) == ["exclusion-invalid"] * 4
+    blanks, digits = " " * 100_000, "9" * 5_000
+    odd = (
+        f"\ufeffa:24\n{blanks}\n{blanks}b:3-5{blanks}\nb:{digits}\nb:1{blanks}1\na:\n:3\n".encode()
+    )
+    (folder / "odd.txt").write_bytes(odd + b"\xff:3\n")
+    ranges, problems = excluded_sequences([DataFiles(config_of(folder, "a b", out="odd.txt"))])
+    assert ranges == {str(folder / "a"): ((24, 25),), str(folder / "b"): ((3, 6),)}
+    assert codes(problems) == ["exclusion-invalid"] * 5
+    assert all(len(str(problem)) < 1_000 for problem in problems)
     (folder / "all.txt").write_text("a:0-24")
     with raises_problem("exclusion-leaves-nothing"):
         built(config_of(folder, "a", out="all.txt"))
