@@ -34,6 +34,7 @@ from megatron_ds.inference.cli import (
 from megatron_ds.inference.serving import api_schema
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.process.time_limits import end_process
 from megatron_ds.reports.history import METRICS, Points, read_run
 
 if TYPE_CHECKING:
@@ -178,6 +179,9 @@ def run(options: Options) -> None:
             info = describe(source, max_length, options.defaults)
             serve(options, listener, scheduler, service, info, keys, template)
             log_rank0("the server has stopped")
+            if environment.world_size() == 1:
+                # At once: the interpreter's own end takes seconds on a busy machine.
+                end_process(ExitCode.FINISHED)
         except TpGroupBroken as error:
             problem = Problem("server-peer-lost", error=error)
             output.print_error(output.with_rank_prefix(problem.render()))

@@ -26,6 +26,13 @@ EXCEEDING = {
 }
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel limits the processor's time; this program ends what only waits, in most tests
+    never."""
+    monkeypatch.setattr(template_process, "WAIT_FACTOR", 600.0)
+
+
 @pytest.fixture(scope="module")
 def process() -> Iterator[TemplateProcess]:
     process = TemplateProcess(ChatTemplate("T", {}), LIMITS, RENDERER)
@@ -49,16 +56,22 @@ def test_a_conversation_that_exceeds_a_limit_costs_no_other_one(
     fills the memory is stopped, and the next conversation is rendered"""
     pid = pid_of(process)
     assert pid_of(process) == pid != os.getpid()
-    # The processor's time is the kernel's; what only waits is ended by this process.
-    monkeypatch.setattr(template_process, "WAIT_FACTOR", 2.0 if content.endswith("wait") else 600.0)
-    with raises_problem("chat-template-exceeds-limits", "messages", contains=EXCEEDING[content]):
-        render(process, content)
+    with monkeypatch.context() as patch:
+        if content.endswith("wait"):
+            patch.setattr(template_process, "WAIT_FACTOR", 2.0)
+        with raises_problem(
+            "chat-template-exceeds-limits", "messages", contains=EXCEEDING[content]
+        ):
+            render(process, content)
     assert render(process, "é\n\ud83d\ude00").endswith(" é\n😀")
     assert pid_of(process) != pid
 
 
-def test_the_program_runs_while_a_template_holds_its_lock(process: TemplateProcess) -> None:
+def test_the_program_runs_while_a_template_holds_its_lock(
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pid_of(process)
+    monkeypatch.setattr(template_process, "WAIT_FACTOR", 2.0)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(render, process, "hold the lock and wait")
         ticks = 0

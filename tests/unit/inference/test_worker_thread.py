@@ -46,7 +46,7 @@ def test_a_call_that_is_given_up_costs_no_other_call(is_late: bool) -> None:
     async def main(worker: WorkerThread) -> None:
         first, second = threading.Event(), threading.Event()
         for _ in range(3):
-            late = 0.05 if is_late else DEADLINE
+            late = 0.5 if is_late else DEADLINE
             given_up = asyncio.ensure_future(worker.call(late, loop_until, first, "late"))
             await wait_for(lambda: threads() > 0)
             other = asyncio.ensure_future(worker.call(DEADLINE, loop_until, second, "other"))
@@ -104,7 +104,7 @@ def test_threads_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         released = threading.Event()
         for count in range(1, 5):
             with pytest.raises(TimeoutError):
-                await worker.call(0.1, loop_until, released, "x")
+                await worker.call(0.5, loop_until, released, "x")
             assert threads() == min(count, 3)
             assert worker.is_stuck == (count >= 3)
         waiting = asyncio.ensure_future(worker.call(DEADLINE, str, 7))
