@@ -47,7 +47,7 @@ class TemplateLimits:
 
     seconds: float = 5.0
     """Of processor time."""
-    memory: int = 512 * 2**20
+    memory: int = 500_000_000
     """Bytes, besides those of the library."""
 
 
