@@ -56,6 +56,7 @@ def test_a_flag_with_another_form_is_written_in_the_form_of_this_program(line: s
     [
         "--num-experts 8 --use-mcore-models --moe-grouped-gemm --expert-model-parallel-size 2",
         "--num-experts 8 --moe-router-topk 2",
+        "--num-experts 8 --moe-aux-loss-coeff 0.1 --deepspeed",
         "--num-experts 8 --n-shared-experts 1 --moe-intermediate-size 64",
     ],
 )
