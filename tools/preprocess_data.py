@@ -132,6 +132,8 @@ def final_report(
         yield time_line(done.seconds, seconds, library)
     else:  # nothing was left to do
         yield f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')}"
+    if done.lost_characters:
+        yield f"lost: {counted(done.lost_characters, 'character')} that the tokenizer lacks"
     if done.dropped:
         yield f"rejected: {describe_rejects(done)}; listed in {options.quarantine}"
     for key in options.json_keys:
@@ -170,6 +172,8 @@ def work(options: Options) -> None:
     tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
     if tokenizer.adds_bos and not options.run.prepend_bos:
         output.print_error(f"WARNING: {Problem('prepend-bos-missing', bos=tokenizer.bos).render()}")
+    if tokenizer.lost_characters() is not None:
+        output.print_error(f"WARNING: {Problem('tokenizer-loses-characters').render()}")
     backend = select_backend(tokenizer, options.tokenizer_backend)
     if backend.reason:
         output.print_error(f"encoding is slower than it could be: {backend.reason}")

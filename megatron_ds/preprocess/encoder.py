@@ -5,6 +5,7 @@ Knows the protocols of tokenizers and sentence splitters; no files and no proces
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megatron_ds.data.token_files.indexed_dataset import token_dtype
 from megatron_ds.preprocess.documents.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.documents.parsing import (
     EMPTY_TEXT,
+    LOST_TEXT,
     REFUSED_TEXT,
     RejectedDocument,
     TextFields,
@@ -28,6 +30,7 @@ from megatron_ds.preprocess.documents.parsing import (
 from megatron_ds.preprocess.documents.sentence_splitter import Splitter
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.tokenizer import Tokenizer
+from megatron_ds.tokenizer.lost_text import LostCharacters
 
 
 class Chunk(NamedTuple):
@@ -72,6 +75,7 @@ class EncodedChunk(NamedTuple):
         rejected: Rejected documents, in input order.
         usable: Files with one of these documents.
         seconds: Time by stage.
+        lost_characters: Characters that the tokenizer dropped.
     """
 
     columns: list[EncodedColumn]
@@ -80,6 +84,7 @@ class EncodedChunk(NamedTuple):
     rejected: list[RejectedDocument]
     usable: set[str]
     seconds: Mapping[str, float]
+    lost_characters: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,12 @@ class Encoder:
             finished = [self._finish(column) for column in columns]
         sizes = [_by_document(column.lengths, column.sequences) for column in columns]
         rejected += [
-            reject(documents[at].item, EMPTY_TEXT, f"{key!r} has no tokens")
-            for key, size in zip(self.fields.keys, sizes, strict=True)
+            reject(
+                documents[at].item,
+                LOST_TEXT if documents[at].texts[index].strip() else EMPTY_TEXT,
+                f"{key!r} has no tokens",
+            )
+            for index, (key, size) in enumerate(zip(self.fields.keys, sizes, strict=True))
             for at in np.flatnonzero(size == 0)
         ]
         is_usable = np.any(sizes, axis=0)
@@ -137,7 +146,21 @@ class Encoder:
             sorted(rejected, key=lambda one: order[one.file, one.line]),
             {*chunk.files} if usable is None else usable,
             dict(timer.seconds),
+            self._lost_characters(documents),
         )
+
+    def _lost_characters(self, documents: list[_Document]) -> int:
+        lost = self._lost
+        if lost is None:
+            return 0
+        return sum(lost.count(text) for document in documents for text in document.texts)
+
+    @functools.cached_property
+    def _lost(self) -> LostCharacters | None:
+        return self.tokenizer.lost_characters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lost"}
 
     def _encode(self, documents: list[_Document], timer: StageTimer) -> list[EncodedColumn]:
         """Columns including empty sequences and documents, without end-of-document tokens.

@@ -59,6 +59,7 @@ class Progress:
         tokens: Tokens that were written.
         text_bytes: Bytes of the documents' texts.
         input_bytes: Bytes of the input files, as stored.
+        lost_characters: Characters of the texts that the tokenizer dropped.
         dropped: Rejected documents by reason.
         unusable: Files whose documents were all rejected.
         seconds: Time by stage; parsing and encoding are summed over the workers.
@@ -68,6 +69,7 @@ class Progress:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    lost_characters: int = 0
     input_bytes: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     unusable: Sequence[str] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """The counts of the output, for `from_json`."""
-        names = ("documents", "tokens", "text_bytes", "dropped", "unusable")
+        names = ("documents", "tokens", "text_bytes", "lost_characters", "dropped", "unusable")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -317,6 +319,7 @@ class _Run:
             documents=before.documents + encoded.documents,
             tokens=before.tokens + sum(len(column.tokens) for column in encoded.columns),
             text_bytes=before.text_bytes + encoded.text_bytes,
+            lost_characters=before.lost_characters + encoded.lost_characters,
             input_bytes=input_bytes,
             dropped=Counter(before.dropped) + Counter(one.reason for one in encoded.rejected),
             unusable=unusable,

@@ -184,6 +184,7 @@ class _Merge:
             before.documents + counts.documents,
             before.tokens + counts.tokens,
             before.text_bytes + counts.text_bytes,
+            before.lost_characters + counts.lost_characters,
             dropped=Counter(before.dropped) + Counter(counts.dropped),
             unusable=[*dict.fromkeys((*before.unusable, *counts.unusable))],
         )

@@ -24,6 +24,7 @@ from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 if TYPE_CHECKING:
     from megatron_ds.tokenizer.export.library import ExportedTokenizer
+    from megatron_ds.tokenizer.lost_text import LostCharacters
 
 LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""
@@ -100,6 +101,10 @@ class Tokenizer(ABC):
 
         None if the ids do not have all of the text.
         """
+        return None
+
+    def lost_characters(self) -> LostCharacters | None:
+        """Counts the characters that the tokenizer drops; None if it drops none."""
         return None
 
     def exported(self) -> ExportedTokenizer:

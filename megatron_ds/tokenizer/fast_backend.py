@@ -21,6 +21,7 @@ from megatron_ds.tokenizer.base import (
     Tokenizer,
     library_errors,
 )
+from megatron_ds.tokenizer.lost_text import LostCharacters
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"
@@ -91,6 +92,9 @@ class FastTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)
+
+    def lost_characters(self) -> LostCharacters | None:
+        return self._reference.lost_characters()
 
     def __reduce__(self) -> tuple[type[FastTokenizer], tuple[Tokenizer]]:
         return FastTokenizer, (self._reference,)  # the library's own object cannot be pickled

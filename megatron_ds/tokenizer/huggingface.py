@@ -26,6 +26,7 @@ from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
 from megatron_ds.tokenizer.end_tokens import FILES as END_TOKEN_FILES
 from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens, template
 from megatron_ds.tokenizer.fingerprint import SPLIT, hash_content
+from megatron_ds.tokenizer.lost_text import LostCharacters
 from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
@@ -311,6 +312,9 @@ class FileTokenizer(JsonTokenizer):
         vars(self).update(state)
         self._tokenizer.encode_special_tokens = self._splits_tokens  # the library forgets it
 
+    def lost_characters(self) -> LostCharacters | None:
+        return _lost_characters(self._tokenizer)
+
     def exported(self) -> ExportedTokenizer:
         return _exported(self, self._tokenizer, self._names, self._splits_tokens)
 
@@ -358,6 +362,10 @@ class PretrainedTokenizer(Tokenizer):
         )["input_ids"]
         return encoded
 
+    def lost_characters(self) -> LostCharacters | None:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if backend is None else _lost_characters(backend)
+
     def exported(self) -> ExportedTokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -375,6 +383,11 @@ class PretrainedTokenizer(Tokenizer):
     def token_bytes(self) -> list[int] | None:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return None if backend is None else library_token_bytes(backend, self.vocab_size)
+
+
+def _lost_characters(library: Any) -> LostCharacters | None:
+    lost = LostCharacters(library)
+    return lost if lost.is_possible else None
 
 
 def _token_names(loaded: Any) -> dict[str, str]:

@@ -31,6 +31,7 @@ BROKEN_JSON = "broken JSON"
 MISSING_KEY = "missing key"
 WRONG_TYPE = "wrong type"
 EMPTY_TEXT = "empty text"
+LOST_TEXT = "text without tokens"
 REFUSED_TEXT = "refused by the tokenizer"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
@@ -54,6 +55,33 @@ def test_progress_lines_without_a_terminal(tmp_path: Path, run: Run) -> None:
     assert "150 tokens" in printed.out
     assert f"wrote {tmp_path / 'out'}_text_document.bin and .idx" in printed.out
     assert IndexedDataset(tmp_path / "out_text_document").get(3).tolist() == [3, 1, 100]
+
+
+@pytest.mark.parametrize("kind", ["characters", "bytes", "unknown"])
+def test_characters_that_a_tokenizer_drops_are_counted(kind: str, tmp_path: Path, run: Run) -> None:
+    """A BPE without an unknown token drops what is not in its vocabulary."""
+    vocab = {"a": 0, "b": 1, "ab": 2, "</s>": 3, "<unk>": 4}
+    unknown = {"unk_token": "<unk>"} if kind == "unknown" else {}
+    library = Library(models.BPE(vocab, [("a", "b")], **unknown))
+    if kind == "bytes":
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    path = write_texts(tmp_path / "in.jsonl", ["a\u00e9b", "zzzz", " ", "ab"])
+    tokenizer = (
+        "--tokenizer-type",
+        "HFTokenizer",
+        "--tokenizer-model",
+        tmp_path / "tokenizer.json",
+    )
+    printed = run("--input", path, "--output-prefix", tmp_path / "out", *tokenizer, "--append-eod")
+    warned = "tokenizer-loses-characters" in printed_codes(printed.err)
+    assert warned == (kind != "unknown")
+    if kind == "unknown":
+        assert "lost" not in printed.out
+        return
+    assert "lost: 6 characters" in printed.out  # a blank among them
+    assert "1 empty text, 1 text without tokens" in printed.out
 
 
 def test_flags_with_underscores_and_several_keys(tmp_path: Path, run: Run) -> None:
