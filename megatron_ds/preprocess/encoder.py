@@ -30,7 +30,7 @@ from megatron_ds.preprocess.documents.parsing import (
 from megatron_ds.preprocess.documents.sentence_splitter import Splitter
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.tokenizer import Tokenizer
-from megatron_ds.tokenizer.lost_text import LostCharacters
+from megatron_ds.tokenizer.export.lost_text import LostCharacters
 
 
 class Chunk(NamedTuple):

@@ -24,7 +24,7 @@ from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 if TYPE_CHECKING:
     from megatron_ds.tokenizer.export.library import ExportedTokenizer
-    from megatron_ds.tokenizer.lost_text import LostCharacters
+    from megatron_ds.tokenizer.export.lost_text import LostCharacters
 
 LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""

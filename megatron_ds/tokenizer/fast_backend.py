@@ -21,7 +21,7 @@ from megatron_ds.tokenizer.base import (
     Tokenizer,
     library_errors,
 )
-from megatron_ds.tokenizer.lost_text import LostCharacters
+from megatron_ds.tokenizer.export.lost_text import LostCharacters
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"

@@ -25,8 +25,8 @@ from megatron_ds.tokenizer.base import (
 from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
 from megatron_ds.tokenizer.end_tokens import FILES as END_TOKEN_FILES
 from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens, template
+from megatron_ds.tokenizer.export.lost_text import LostCharacters
 from megatron_ds.tokenizer.fingerprint import SPLIT, hash_content
-from megatron_ds.tokenizer.lost_text import LostCharacters
 from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.data_files import read_table
@@ -40,7 +42,8 @@ class TikTokenizer(Tokenizer):
         """
         Args:
             path: A JSON list of {"rank", "token_bytes" (base64), "token_str"}, as of Megatron-LM,
-                or lines of base64 and rank, as of tiktoken.
+                lines of base64 and rank, as of tiktoken, or Mistral's tekken.json, an object with
+                such a list and the settings, which must agree with the ones given here.
             pattern: Key of `PATTERNS`.
             num_special: Number of special tokens, which have the first ids.
             special: Names of the first special tokens (default: <unk>, <s>, </s>).
@@ -51,32 +54,33 @@ class TikTokenizer(Tokenizer):
             UserError: If the file is damaged or has fewer tokens.
         """
         tiktoken = import_library("tiktoken", f"{option('tokenizer_type')} TikTokenizer")
-        tokens = _read_tokens(path)
-        if vocab_size is None:
-            vocab_size = min(DEFAULT_VOCAB_SIZE, num_special + len(tokens))
-        lowest, highest = num_special + BYTE_TOKENS, num_special + len(tokens)
-        if not lowest <= vocab_size <= highest:
+        tokens, tekken = _read_tokens(path)
+        complete_size = num_special + len(tokens)
+        default_size = min(DEFAULT_VOCAB_SIZE, complete_size)
+        if tekken is not None:
+            special = tekken.check(path, pattern, num_special, special)
+            default_size = tekken.vocab_size
+        vocab_size = default_size if vocab_size is None else vocab_size
+        lowest = num_special + BYTE_TOKENS
+        if not lowest <= vocab_size <= complete_size:
             raise user_error(
                 "vocab-size-not-available",
                 path=path,
                 size=vocab_size,
                 lowest=lowest,
-                highest=highest,
+                highest=complete_size,
                 tokens=len(tokens),
                 special=num_special,
             )
-        names = list(REQUIRED_SPECIAL_TOKENS if special is None else special)
-        names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special)]
+        names = _special_names(REQUIRED_SPECIAL_TOKENS if special is None else special, num_special)
         kept = tokens[: vocab_size - num_special]
         ranks = {token: rank for rank, token in enumerate(kept, num_special)}
         self.vocab_size, self._num_special = vocab_size, num_special
         self._names, self._pattern = names, PATTERNS[pattern]
         self.eod = names.index("</s>")
-        settings: dict[str, str | int] = {
-            "--tiktoken-pattern": pattern,
-            "--tiktoken-num-special-tokens": num_special,
-        }
-        if special is not None:
+        settings: dict[str, str | int] = {"--tiktoken-pattern": pattern}
+        settings["--tiktoken-num-special-tokens"] = num_special
+        if special is not None and tekken is None:
             settings["--tiktoken-special-tokens"] = " ".join(special)
         self.fingerprint = self._fingerprint_of("TikTokenizer", [path], settings)
         with library_errors("tiktoken-file-unusable", path=path):
@@ -129,13 +133,77 @@ class TikTokenizer(Tokenizer):
         return [0] * self._num_special + [len(text) for text in texts]
 
 
-def _read_tokens(path: str) -> list[bytes]:
-    """Tokens of a file in order of rank."""
+@dataclass(frozen=True)
+class _Tekken:
+    """Settings of a tekken.json."""
+
+    pattern: str
+    num_special: int
+    vocab_size: int
+    special: list[str]
+    """Names of the first special tokens."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> _Tekken:
+        config = values["config"]
+        # Older files do not list them.
+        listed = values.get("special_tokens")
+        tokens = REQUIRED_SPECIAL_TOKENS if listed is None else _names_by_rank(listed)
+        return cls(
+            str(config["pattern"]),
+            int(config["default_num_special_tokens"]),
+            int(config["default_vocab_size"]),
+            [*tokens],
+        )
+
+    def check(
+        self, path: str, pattern: str, num_special: int, special: Sequence[str] | None
+    ) -> list[str]:
+        """Names of the special tokens.
+
+        Raises:
+            UserError: If an option has another value than the file.
+        """
+        names = [name for name, text in PATTERNS.items() if text == self.pattern]
+        if not names:
+            raise user_error("tekken-pattern-unknown", path=path, pattern=self.pattern)
+        values: dict[str, tuple[object, object]] = {
+            "tiktoken_pattern": (pattern, names[0]),
+            "tiktoken_num_special_tokens": (num_special, self.num_special),
+        }
+        if special is not None:
+            values["tiktoken_special_tokens"] = [*special], self.special
+        for field, (value, stored) in values.items():
+            if value != stored:
+                raise user_error(
+                    "tekken-option-differs", field, path=path, value=value, stored=stored
+                )
+        return self.special
+
+
+def _special_names(first: Sequence[str], size: int) -> list[str]:
+    return [*first, *(f"<SPECIAL_{index}>" for index in range(len(first), size))]
+
+
+def _names_by_rank(tokens: Sequence[Mapping[str, Any]]) -> list[str]:
+    ranked = sorted(tokens, key=lambda token: int(token["rank"]))
+    if [token["rank"] for token in ranked] != [*range(len(ranked))]:
+        raise ValueError("the ranks of special_tokens are not 0, 1, 2, ...")
+    return [str(token["token_str"]) for token in ranked]
+
+
+def _read_tokens(path: str) -> tuple[list[bytes], _Tekken | None]:
+    """Tokens of a file in order of rank, and the settings of a tekken.json."""
+    tekken = None
     file = f"{option('tokenizer_model')} {path}"
     content = read_bytes(path, "tokenizer_model")
     try:
         if content.lstrip()[:1] == b"[":
             pairs = [(item["token_bytes"], item["rank"]) for item in json.loads(content)]
+        elif content.lstrip()[:1] == b"{":
+            values = json.loads(content)
+            tekken = _Tekken.of(values)
+            pairs = [(item["token_bytes"], item["rank"]) for item in values["vocab"]]
         else:
             warn_of(Problem("tiktoken-ids-differ", file=file))
             rows = [line.split() for line in content.splitlines() if line.strip()]
@@ -151,4 +219,4 @@ def _read_tokens(path: str) -> list[bytes]:
     tokens = sorted(ranks, key=ranks.__getitem__)
     if {bytes([byte]) for byte in range(BYTE_TOKENS)} - set(tokens[:BYTE_TOKENS]):
         raise user_error("tiktoken-byte-tokens-missing", file=file)
-    return tokens
+    return tokens, tekken

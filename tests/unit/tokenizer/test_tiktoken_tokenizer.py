@@ -83,6 +83,47 @@ def test_the_vocabulary_is_truncated_to_its_size() -> None:
             build(size=size)
 
 
+def tekken(path: Path, **changes: Any) -> Path:
+    """A file as Mistral publishes it, with more tokens than it uses."""
+    names = ["<unk>", "<s>", "</s>", "[INST]", "<pad>"]
+    config = {
+        "pattern": PATTERNS["v2"],
+        "num_vocab_tokens": len(ITEMS),
+        "default_vocab_size": 300,
+        "default_num_special_tokens": 10,
+        "version": "v7",
+    }
+    special = [
+        {"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)
+    ]
+    content = {"config": config | changes, "vocab": ITEMS, "special_tokens": special}
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_files_of_mistral_are_read(tmp_path: Path) -> None:
+    """The ids of mistral-common: special tokens first, then as many tokens as the file uses."""
+    read = build(tekken(tmp_path / "tekken.json"))
+    expected = [reference(text, "v2", TOKENS[:290], 10) for text in texts()]
+    assert read.encode_batch(texts()) == expected
+    assert (read.vocab_size, read.eod, read.token_id("[INST]")) == (300, 2, 3)
+    assert read.token_id("<SPECIAL_5>") == 5
+    names = ["<unk>", "<s>", "</s>"]
+    for options, field in (
+        ({"tiktoken_pattern": "v1"}, "tiktoken_pattern"),
+        ({"tiktoken_num_special_tokens": 1000}, "tiktoken_num_special_tokens"),
+        ({"tiktoken_special_tokens": names}, "tiktoken_special_tokens"),
+    ):
+        with raises_problem("tekken-option-differs", field):
+            build(tmp_path / "tekken.json", **options)
+    with raises_problem("tekken-pattern-unknown", contains="abc"):
+        build(tekken(tmp_path / "other.json", pattern="abc"))
+    for content in ("{}", '{"config": {}, "vocab": []}'):
+        (tmp_path / "other.json").write_text(content)
+        with raises_problem("tiktoken-file-invalid", contains="other.json"):
+            build(tmp_path / "other.json")
+
+
 def test_files_of_tiktoken_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.tiktoken"
     path.write_text("".join(f"{item['token_bytes']} {item['rank']}\n" for item in ITEMS))
