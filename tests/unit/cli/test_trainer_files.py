@@ -13,7 +13,9 @@ import pytest
 from megatron_ds import schedules
 from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose
+from megatron_ds.cli.doctor.trainers import huggingface
 from megatron_ds.cli.doctor.trainers.neox import feed_forward_size
+from megatron_ds.cli.doctor.trainers.settings import Settings
 from megatron_ds.config import GROUP_OF_FIELD
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
@@ -162,6 +164,27 @@ def test_settings_in_python_are_refused_and_not_executed(text: str, tmp_path: Pa
     with raises_problem("doctor-python-settings"):
         read_source([str(path)], {}, None, executes=not text)
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "coefficient"),
+    [
+        ({"output_router_logits": True}, "0.01"),
+        ({"output_router_logits": True, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, "0.04"),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, "0"),
+        ({}, "0"),
+        ({"output_router_logits": True, "model_type": "deepseek_v3"}, "0"),
+    ],
+)
+def test_the_loss_of_the_router_weighs_as_much_as_in_transformers(
+    changes: dict[str, Any], coefficient: str, tmp_path: Path
+) -> None:
+    """0.02 x 2 experts of a token / layers with experts."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL | changes))
+    settings = Settings({"config_name": str(tmp_path), "max_steps": 1})
+    huggingface.prepare(settings)
+    flags = settings.flags
+    assert flags[flags.index("--moe-aux-loss-coeff") + 1] == coefficient
 
 
 def neox_rate(done: int, style: str, warmup: float, end: int) -> float:

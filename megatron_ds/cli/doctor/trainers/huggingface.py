@@ -19,6 +19,8 @@ INTERVALS = {"save": "save-interval", "eval": "eval-interval", "logging": "log-i
 KWARGS = "lr_scheduler_kwargs."
 SHARDING = {"full_shard": 3, "shard_grad_op": 2}
 """ZeRO stages of the words of `fsdp`."""
+WITHOUT_ROUTER_LOSS = ("deepseek_v2", "deepseek_v3", "glm4_moe")
+"""Models with experts whose router has no auxiliary loss there."""
 SCALED = ("gpt2",)
 """Models whose initial weights before the residual connections are divided by sqrt(2 x layers)."""
 
@@ -165,17 +167,28 @@ def _router_loss(settings: Settings, values: Mapping[str, Any]) -> None:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     if not any(str(values.get(name) or "0") not in ("0", "1") for name in names):
         return
-    coefficient = float(values.get("router_aux_loss_coef") or 0.001)
-    chosen, layers = values.get("num_experts_per_tok") or 2, values.get("num_hidden_layers") or 1
+    if values.get("model_type") in WITHOUT_ROUTER_LOSS:
+        settings.add("moe-aux-loss-coeff", 0)
+        settings.differences.append(
+            "auxiliary loss of the router: transformers has none for this model; here "
+            "--moe-aux-loss-coeff 0"
+        )
+        return
+    step, dense = values.get("decoder_sparse_step") or 1, values.get("mlp_only_layers") or []
+    every = range(1, (values.get("num_hidden_layers") or 1) + 1)
+    layers = len([layer for layer in every if layer % step == 0 and layer - 1 not in dense])
+    coefficient = values.get("router_aux_loss_coef", 0.001)
+    chosen = values.get("num_experts_per_tok") or 2
+    ours = coefficient * chosen / max(1, layers)
     if not values.get("output_router_logits"):
         settings.add("moe-aux-loss-coeff", 0)
         settings.differences.append(
             "auxiliary loss of the router: none there without output_router_logits in config.json, "
-            f"whatever router_aux_loss_coef is; here --moe-aux-loss-coeff 0, and "
-            f"{coefficient * chosen / layers:g} weighs as much as {coefficient:g} there"
+            f"whatever router_aux_loss_coef is; here --moe-aux-loss-coeff 0, and {ours:g} weighs "
+            f"as much as {coefficient:g} there"
         )
         return
-    settings.add("moe-aux-loss-coeff", coefficient * chosen / layers)
+    settings.add("moe-aux-loss-coeff", ours)
     settings.differences.append(
         f"router_aux_loss_coef {coefficient:g}: of one loss for all layers together there, whose "
         f"balanced value is {chosen}; here of one of each layer, whose balanced value is 1, so "
