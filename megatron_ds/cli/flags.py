@@ -21,6 +21,7 @@ from megatron_ds.config.fields import OptionSpec, option_fields
 from megatron_ds.config.problems import MARKER, default_flag
 
 Outcome = Literal["set", "no_op", "ignored", "refused"]
+Effect = Literal["speed", "always", "records", "elsewhere", "differs"]
 Names = str | tuple[str, ...] | None
 
 PROGRAM = "pretrain_gpt.py"
@@ -43,6 +44,8 @@ class Flag(OptionSpec):
         yields_to: Values of the field that take precedence if another flag gives them.
         needs: Name of a field that must be given with the flag.
         family: What a refused flag belongs to, if that is not the pretraining of GPTs.
+        effect: What an ignored flag of training changes in its own program; see
+            megatron_flags.toml.
     """
 
     names: tuple[str, ...]
@@ -55,6 +58,7 @@ class Flag(OptionSpec):
     yields_to: tuple[str, ...] = ()
     needs: str = ""
     family: str = ""
+    effect: Effect | None = None
 
     @property
     def label(self) -> str:
@@ -334,5 +338,6 @@ def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
                         accepted_values=accepted,
                         needs=entry.get("requires", ""),
                         family=entry.get("family", ""),
+                        effect=entry.get("effect"),
                         metavar="X",
                     )

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -45,9 +45,17 @@ These switches are accepted silently, since they request what is done in any cas
 IGNORED = """\
 ## Without effect
 
-These flags are accepted, with a warning that gives the reason. None of them changes what is
-learned.
+These flags are accepted, with a warning that gives the reason. None but the first ones changes what
+is learned.
 """
+EFFECTS = {
+    "differs": "In other programs they change numbers: the reason is what is done here.",
+    "always": "What they ask for is always done, or always holds.",
+    "speed": "They change kernels, messages, memory and processes, but no result.",
+    "records": "They change logs, profiles, evaluations and files of checkpoints.",
+    "elsewhere": "They belong to another kind of training, or to flags that are refused.",
+}
+"""What ignored flags change in their own programs, by `effect`."""
 REFUSED = """\
 ## Refused
 
@@ -116,10 +124,11 @@ def page() -> str:
     parts += [DEFAULT_TABLE, _defaults()]
     for head, outcome, title in (
         (NO_OP, "no_op", "because"),
-        (IGNORED, "ignored", "because"),
         (REFUSED, "refused", "what to do"),
     ):
         parts += [head, _reasons(training, outcome, title)]
+        if outcome == "no_op":
+            parts += [IGNORED, *_ignored(training)]
     parts += _counts(training)
     parts += ["Refused values of flags that are supported:\n", _values(declared.refused_values())]
     for name, table in tool_tables().items():
@@ -170,11 +179,25 @@ def _defaults() -> str:
     return markdown_table(("flag", "peers' default", "default here", "so"), rows)
 
 
-def _reasons(table: FlagTable, outcome: str, title: str) -> str:
-    """A row for each reason, with all flags of an outcome that share it; of any outcome if ""."""
+def _ignored(table: FlagTable) -> Iterator[str]:
+    """A table for each effect that ignored flags have elsewhere."""
+    for effect, text in EFFECTS.items():
+        yield f"{text}\n"
+        yield _reasons(table, "ignored", "because", effect)
+
+
+def _reasons(table: FlagTable, outcome: str, title: str, effect: str | None = None) -> str:
+    """A row for each reason, with all flags of an outcome, and of an effect, that share it.
+
+    Args:
+        table: The flags.
+        outcome: Of the flags; any if "".
+        title: Of the column of reasons.
+        effect: Of the flags; any if None.
+    """
     named: dict[str, list[str]] = {}
     for flag in table.foreign:
-        if outcome in ("", flag.outcome):
+        if outcome in ("", flag.outcome) and effect in (None, flag.effect):
             accepted = ", ".join(flag.accepted_values)
             reason = flag.help + (f" (accepted: {accepted})" if accepted else "")
             named.setdefault(reason, []).append(f"`{flag.usage.removesuffix(' ...')}`")

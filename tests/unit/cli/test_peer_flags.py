@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+import typing
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from megatron_ds.cli import flags
 from megatron_ds.cli.command import table_of
 from megatron_ds.cli.doctor.frameworks import _translate_key, trainer_table
 from megatron_ds.cli.doctor.trainers.settings import Settings
-from megatron_ds.cli.flags import Flag, FlagTable, dashed, training_flags
+from megatron_ds.cli.flags import Effect, Flag, FlagTable, dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, ModelConfig
 from tests.pages.flags import answer_of, flags_of_today, tool_tables
@@ -105,6 +106,39 @@ def test_every_flag_of_the_peers_is_known() -> None:
     assert len({name for _, name in flags_by_tool}) == 478
     counts = Counter(TABLES[tool].by_name[dashed(name)].outcome for tool, name in flags_by_tool)
     assert counts == COUNTS
+
+
+def test_no_ignored_flag_changes_what_is_learned() -> None:
+    """Claim (command-line): each flag that training ignores says what it changes in its own program;
+    the few that change numbers there are listed apart, with what is done here instead"""
+    table = training_flags()
+    ignored = [flag for flag in table.foreign if flag.outcome == "ignored"]
+    assert {flag.effect for flag in ignored} == set(typing.get_args(Effect))
+    assert not [
+        flag.label for flag in table.foreign if (flag.outcome == "ignored") != bool(flag.effect)
+    ]
+    differing = {flag.label for flag in ignored if flag.effect == "differs"}
+    assert differing == {"--muon-tp-mode", "--muon-fp32-matmul-prec"}
+    # A flag that acts only with others is harmless as long as those are refused.
+    needed = {
+        name
+        for flag in ignored
+        if flag.effect == "elsewhere"
+        and (match := re.match("only (?:used )?with (--.*)", flag.help))
+        for name in FLAG.findall(match[1])
+    }
+    assert len(needed) >= 5
+    assert {table.by_name[name.removeprefix("--")].outcome for name in needed} == {"refused"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--mup", "--use-mup", "--mup-input-mult 2", "--mup --mup-output-mult 3 --mup-attn-mult 1"]
+    + ["--mup-base-hidden-size 256", "--save-base-shapes", "--mutransfer"],
+)
+def test_switches_and_factors_of_other_rates_for_the_width_are_refused(line: str) -> None:
+    """Without the switch, which a newer program may know, the factors act in older ones."""
+    assert set(codes(scan(line.split(), training_flags()).problems)) == {"unsupported-flag"}
 
 
 def test_the_frozen_list_is_that_of_the_peers() -> None:
