@@ -109,8 +109,8 @@ def test_every_flag_of_the_peers_is_known() -> None:
 
 
 def test_no_ignored_flag_changes_what_is_learned() -> None:
-    """Claim (command-line): each flag that training ignores says what it changes in its own program;
-    the few that change numbers there are listed apart, with what is done here instead"""
+    """Claim (command-line): each flag that training ignores says what it changes in its own program:
+    only those that are listed apart, with what is done here instead, change numbers there"""
     table = training_flags()
     ignored = [flag for flag in table.foreign if flag.outcome == "ignored"]
     assert {flag.effect for flag in ignored} == set(typing.get_args(Effect))
@@ -133,8 +133,15 @@ def test_no_ignored_flag_changes_what_is_learned() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["--mup", "--use-mup", "--mup-input-mult 2", "--mup --mup-output-mult 3 --mup-attn-mult 1"]
-    + ["--mup-base-hidden-size 256", "--save-base-shapes", "--mutransfer"],
+    [
+        "--mup",
+        "--use-mup",
+        "--mup-input-mult 2",
+        "--mup --mup-output-mult 3 --mup-attn-mult 1",
+        "--mup-base-hidden-size 256",
+        "--save-base-shapes",
+        "--mutransfer",
+    ],
 )
 def test_switches_and_factors_of_other_rates_for_the_width_are_refused(line: str) -> None:
     """Without the switch, which a newer program may know, the factors act in older ones."""
