@@ -171,6 +171,8 @@ class RunRecord:
     """Whether the files have the states of the optimizer, and not only the weights."""
     custom_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of the functions that the run used instead of the package's own, by what they are."""
+    published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the model with which the run began says of itself, for exports."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -213,6 +215,7 @@ class RunRecord:
                 custom_parts={
                     key: str(name) for key, name in values.get("custom_parts", {}).items()
                 },
+                published=_object({"published": {}, **values}, "published"),
             )
         except (TypeError, OverflowError, KeyError) as error:
             raise ValueError(f"unexpected or missing values ({error})") from error

@@ -204,6 +204,7 @@ class Saving(RunCheckpoints):
                 experts=experts,
                 has_optimizer=has_optimizer,
                 custom_parts=self.config.custom_parts,
+                published=self.config.published,
             )
         make_steps: Callable[..., SaveSteps] = SaveSteps
         if self.stores.save is not None:

@@ -105,6 +105,8 @@ class Config:
     custom_parts: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Names of the functions that the program uses instead of the package's own, by what they are:
     dataset, loss, layer."""
+    published: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What the model with which the run began says of itself, for exports of its checkpoints."""
 
     def problems(self, world_size: int) -> list[Problem]:
         """Check all options.

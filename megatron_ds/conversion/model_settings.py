@@ -39,6 +39,9 @@ class ModelSettings:
     """Name of the family in Hugging Face's library; None for a model of another origin."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Entries of its generation_config.json, such as a temperature."""
+    published: Mapping[str, Any] = field(default_factory=dict)
+    """What the model of Hugging Face with which it began says of itself, as of
+    `Publication.asdict`; empty for a model of another origin."""
     may_have_padding: bool = False
     """Whether `vocab_size` may count padding, because the format does not record its rows."""
 

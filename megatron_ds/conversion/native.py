@@ -34,6 +34,7 @@ from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.config.options.optimizer import EIGHT_BIT
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
+from megatron_ds.conversion.published import Publication
 from megatron_ds.conversion.source import (
     ADAM_SETTINGS,
     READ_DEFAULTS,
@@ -141,12 +142,16 @@ def settings_of(checkpoint: Checkpoint) -> ModelSettings:
     if layer := checkpoint.run.custom_parts.get("layer"):
         raise user_error("checkpoint-with-own-layer", path=checkpoint.path, layer=layer)
     fingerprint = checkpoint.run.tokenizer
-    return ModelSettings.of(
+    settings = ModelSettings.of(
         model_config(checkpoint),
         moe_config(checkpoint),
         tokenizer_config(checkpoint),
         None if fingerprint is None else fingerprint.eod,
     )
+    with malformed_values(checkpoint.path, UNREADABLE):
+        published = dataclasses.replace(settings, published=checkpoint.run.published)
+        publication = Publication.of(published)
+        return settings if publication is None else publication.applied(settings)
 
 
 def _verify_optimizer(checkpoint: Checkpoint) -> None:

@@ -33,6 +33,7 @@ from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import with_tuples
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, read_json_object
+from megatron_ds.conversion.published import Publication
 from megatron_ds.conversion.safetensors_files import open_safetensors, write_sharded
 from megatron_ds.conversion.source import (
     READ_UNVERIFIED,
@@ -113,11 +114,13 @@ def write_weights_folder(
 
 def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
     # Absent from folders of older versions.
-    values = {"generation": {}, **values}
+    values = {"generation": {}, "published": {}, **values}
     names = [item.name for item in dataclasses.fields(ModelSettings)]
     settings = ModelSettings(**{name: values[name] for name in names})
-    if not isinstance(settings.generation, dict):
-        raise TypeError(f"generation is {settings.generation!r}")
+    for name in ("generation", "published"):
+        if not isinstance(content := getattr(settings, name), dict):
+            raise TypeError(f"{name} is {content!r}")
+    Publication.of(settings)
     if (window := values.get("longest_sequence")) is not None:
         # Older versions had no windows, and limited the length of sequences instead.
         fixed = {**settings.fixed, "window_size": f"{window - 1},0"}

@@ -18,6 +18,7 @@ from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.model_settings import ModelSettings
+from megatron_ds.conversion.published import Publication
 from megatron_ds.conversion.weights_locations import NATIVE, has_weights
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.loading.options_from_checkpoint import TOKENIZER_FIELDS, Warn, replace_given
@@ -84,6 +85,10 @@ def open_importable(
         problems.append(Problem("foreign-length-differs", "seq_length", path=where, saved=saved))
     own_tokenizer = config.given & vars(config.tokenizer).keys() - {"trust_remote_code"}
     stored = source.settings.tokenizer_config
+    if (publication := Publication.of(source.settings)) is not None:
+        if stored is not None and own_tokenizer:
+            publication = publication.with_other_tokenizer()
+        config = dataclasses.replace(config, published=publication.asdict())
     if source.run is None and stored is not None and not own_tokenizer:
         if stored.trust_remote_code and not config.tokenizer.trust_remote_code:
             # A checkpoint must not enable code execution.

@@ -44,6 +44,7 @@ def with_saved_options(config: Config, saved: Checkpoint, warn: Warn) -> Config:
         warn: Called for each given option that is replaced.
     """
     config = _with_softmax_rows(config, saved)
+    config = dataclasses.replace(config, published=saved.run.published)
     if config.checkpoint.use_checkpoint_args or config.given.isdisjoint(MODEL_SIZE_FIELDS):
         config = _with_model(config, saved, warn)
     if config.given.isdisjoint(vars(config.tokenizer)):

@@ -65,7 +65,7 @@ def config_of(layout: Layout, load: Path, save: Path) -> tuple[Config, LoadPlan]
     )
     merged, plan, problems = make_plan(config)
     assert problems == []
-    return merged.with_vocab(VOCAB), plan
+    return merged.with_vocab(VOCAB).with_values({"seq_length": LENGTH}), plan
 
 
 def train(rank: int, folder: str) -> None:
@@ -106,7 +106,9 @@ def test_a_model_is_trained_and_exported_on_every_layout(tmp_path: Path) -> None
     """Claim (conversion): a training run starts from a Hugging Face model at every ZeRO stage,
     sharded and in stages, with the loss of `transformers`, and its export has the loss of its next
     step"""
-    random_model("llama").save_pretrained(tmp_path / "theirs")
+    model = random_model("llama")
+    model.generation_config.update(eos_token_id=[1, 2])
+    model.save_pretrained(tmp_path / "theirs")
     first = loss_of(tmp_path / "theirs", BATCHES[0])
 
     run_ranks(train, WORLD, str(tmp_path), timeout=400.0)
@@ -114,6 +116,9 @@ def test_a_model_is_trained_and_exported_on_every_layout(tmp_path: Path) -> None
     for number, layout in enumerate(LAYOUTS):
         saved, export = tmp_path / str(number), tmp_path / f"export-{number}"
         write_hf(open_native(saved), export, WriteOptions(hf_model_type="llama"))
+        exported = load_strictly(export)
+        assert exported.config.max_position_embeddings == model.config.max_position_embeddings
+        assert exported.generation_config.eos_token_id == [1, 2]
         second, error = loss_of(export, BATCHES[1]), 2e-2 if layout[3] else 1e-5
         for rank in range(WORLD):
             losses = torch.load(saved / f"losses.{rank}")

@@ -51,6 +51,7 @@ class Family:
     grouped_qkv: bool = False
     is_transposed: bool = False
     buffers: Sequence[str] = ()
+    is_prefixed: bool = True
     renamed: Mapping[str, str] = field(default_factory=dict)
     replaced: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     null_is_false: Sequence[str] = ()

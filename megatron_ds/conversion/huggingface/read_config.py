@@ -15,10 +15,10 @@ from megatron_ds.conversion.huggingface.config_rows import EXPERT_FIELDS, Config
 from megatron_ds.conversion.huggingface.families import FAMILIES, LACKING, Family
 from megatron_ds.conversion.huggingface.standard_values import refuse_unused, standard_values
 from megatron_ds.conversion.model_settings import ModelSettings, read_json_object
+from megatron_ds.conversion.published import SPECIAL_IDS
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 
 GENERATION = "generation_config.json"
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_MODEL_CONFIG = "_from_model_config"
 """Entry of a generation_config.json that has only the special ids of config.json."""
 

@@ -26,12 +26,12 @@ from megatron_ds.conversion.huggingface.families import FAMILIES, Family
 from megatron_ds.conversion.huggingface.read_config import (
     FROM_MODEL_CONFIG,
     GENERATION,
-    SPECIAL_IDS,
     read_settings,
     settings_of,
 )
 from megatron_ds.conversion.huggingface.standard_values import standard_values
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, resolved
+from megatron_ds.conversion.published import SPECIAL_IDS, Publication, with_positions
 from megatron_ds.conversion.safe_unpickle import is_mappable
 from megatron_ds.conversion.safetensors_files import (
     INDEX,
@@ -76,6 +76,9 @@ def _open(path: Path) -> SourceCheckpoint:
     family, settings = described.family, described.settings
     opened = _open_tensors(path).items()
     theirs = {name.removeprefix(family.prefix): tensor for name, tensor in opened}
+    has_prefix = any(name.startswith(family.prefix) for name, _ in opened)
+    publication = Publication.of_folder(path, settings, has_prefix=has_prefix)
+    settings = dataclasses.replace(settings, published=publication.asdict())
     model, tables = settings.model, _tables(family)
     first = f"{family.layer.format(model.num_layers)}."
     if model.mtp_num_layers and not any(name.startswith(first) for name in theirs):
@@ -128,12 +131,16 @@ def write_hf(
         source = source.without_predictions()
         model_type, values = config_of(source, options.hf_model_type)
     family = FAMILIES[model_type]
+    publication = Publication.of(source.settings)
+
+    def warn(problem: Problem) -> None:
+        options.warn(f"WARNING: {problem.render()}")
+
+    lost = [] if publication is None else publication.lost_in(source.settings, model_type)
+    if publication is not None and lost:
+        warn(Problem("hf-export-loses", path=publication.path, lost="; ".join(lost)))
     with output_folder(folder) as temporary:
-        tokenizer = hf_tokenizer.tokenizer_files(
-            source.settings,
-            model_type,
-            lambda problem: options.warn(f"WARNING: {problem.render()}"),
-        )
+        tokenizer = hf_tokenizer.tokenizer_files(source.settings, model_type, warn)
         special = hf_tokenizer.special_ids(
             source.settings, SPECIAL_IDS, model_type, tokenizer.special_ids
         )
@@ -142,7 +149,10 @@ def write_hf(
         generation = source.settings.generation
         if generation.items() <= known_ids.items():
             generation = {**known_ids, FROM_MODEL_CONFIG: True}
-        tensors = _their_tensors(family, source)
+        has_prefix = family.is_prefixed
+        if publication is not None and publication.model_type == model_type:
+            has_prefix = publication.has_prefix
+        tensors = _their_tensors(family, source, family.prefix if has_prefix else "")
         write_sharded(temporary, tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor)
         texts = {HF_CONFIG: _json(values), GENERATION: _json(generation)}
         write_files(temporary, {**texts, **tokenizer.files})
@@ -154,7 +164,7 @@ def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, di
     Raises:
         UserError: If no family, or not the given one, has the parts of the model.
     """
-    settings = _canonical(source.settings)
+    settings = _canonical(with_positions(source.settings))
     kinds = [model_type] if model_type is not None else [settings.model_type, *FAMILIES]
     tried = []
     for choice in dict.fromkeys(entry for entry in kinds if entry is not None):
@@ -308,10 +318,15 @@ def _joined(parts: Sequence[_Part], tensors: Sequence[TensorReader]) -> TensorRe
     return TensorReader.full(shape, dtype, read)
 
 
-def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
+def _their_tensors(family: Family, source: SourceCheckpoint, prefix: str) -> TensorReaders:
     """Their tensors of ours, under their complete names.
 
     Consecutive tensors are parts of one of ours, which is read once.
+
+    Args:
+        family: Family that is written.
+        source: The weights.
+        prefix: Start of all names but the output layer's.
     """
     ours = source.tensors
 
@@ -329,11 +344,11 @@ def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
             lazy = TensorReader.full(
                 shape, ours[name].dtype, functools.partial(read_part, name, part)
             )
-            tensors[f"{'' if name.startswith('head.') else family.prefix}{part.name}"] = lazy
+            tensors[f"{'' if name.startswith('head.') else prefix}{part.name}"] = lazy
     head, table = _tables(family)
     for copy, original in _copies(family, source.settings, [head, table]):
         ours_name = "head.weight" if original == head else "embedding.word.weight"
-        tensors[f"{family.prefix}{copy}"] = ours.get(ours_name, ours["embedding.word.weight"])
+        tensors[f"{prefix}{copy}"] = ours.get(ours_name, ours["embedding.word.weight"])
     return tensors
 
 
