@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.conversion.json_files import read_json
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of code that gets a value of another type or size than it expects."""
@@ -107,8 +107,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     UserError: If the file is not a JSON object.
     """
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        value = read_json(path)
+    except ValueError as error:
         raise user_error("foreign-file-unreadable", path=path, error=error) from error
     if not isinstance(value, dict):
         raise user_error("foreign-file-unreadable", path=path, error="it is not a JSON object")

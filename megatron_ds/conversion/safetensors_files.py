@@ -40,8 +40,8 @@ READ_AHEAD_BYTES = 2**25
 """Bytes of tensors that are read before they are written, unless the next one is larger."""
 
 
-def files_of_index(path: Path) -> list[Path]:
-    """The files that an index names, next to it.
+def read_index(path: Path) -> dict[str, Path]:
+    """The file of each tensor that an index names, next to it.
 
     Raises:
         UserError: If the index is damaged, or names a file elsewhere.
@@ -51,7 +51,7 @@ def files_of_index(path: Path) -> list[Path]:
     if any(not isinstance(name, str) or not name or Path(name).name != name for name in names):
         error = "its weight_map is not a map of tensors to files beside it"
         raise user_error("foreign-file-unreadable", path=path, error=error)
-    return [path.with_name(name) for name in sorted({*map(str, names)})]
+    return {str(tensor): path.with_name(str(name)) for tensor, name in (places or {}).items()}
 
 
 def open_safetensors(path: Path) -> dict[str, TensorReader]:

@@ -32,6 +32,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import with_tuples
 from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.conversion.finite_tensors import finite
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, read_json_object
 from megatron_ds.conversion.published import Publication
 from megatron_ds.conversion.safetensors_files import open_safetensors, write_sharded
@@ -72,7 +73,8 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
     tensors: dict[str, TensorReader] = {}
     for name in listed_files(path):
         if name.endswith(".safetensors"):
-            tensors |= open_safetensors(path / name)
+            opened = open_safetensors(path / name).items()
+            tensors |= {key: finite(tensor, key, path) for key, tensor in opened}
     check_sizes(settings, tensors, path / SETTINGS)
     return SourceCheckpoint(path, "native", settings, tensors, parts=parts).checked()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron_ds.checkpoint.metadata import list_checkpoints
+from megatron_ds.conversion.json_files import read_json
 
 NATIVE, HF = "native", "hf"
 SETTINGS = "weights.json"
@@ -21,7 +21,7 @@ def is_weights_folder(path: Path) -> bool:
 def is_hf(path: Path) -> bool:
     """Whether a folder is a model of Hugging Face's transformers."""
     try:
-        return "model_type" in json.loads((path / HF_CONFIG).read_bytes())
+        return "model_type" in read_json(path / HF_CONFIG)
     except (OSError, ValueError, TypeError):
         return False
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.fields import field_problems
+from megatron_ds.config.model.layer_pattern import MAX_LAYERS
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
 from megatron_ds.conversion.huggingface.config_rows import EXPERT_FIELDS, ConfigValues
@@ -19,6 +20,12 @@ from megatron_ds.conversion.published import SPECIAL_IDS
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 
 GENERATION = "generation_config.json"
+LARGEST_COUNTS = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "first_k_dense_replace"), MAX_LAYERS),
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), MAX_LAYERS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10 * MAX_LAYERS),
+}
+"""Largest value of a key that counts parts of a model, which are described one by one."""
 FROM_MODEL_CONFIG = "_from_model_config"
 """Entry of a generation_config.json that has only the special ids of config.json."""
 
@@ -58,6 +65,10 @@ def read_settings(path: Path, lacking: list[str] | None = None) -> DescribedMode
         known = ", ".join(FAMILIES)
         raise user_error("hf-model-type", path=path / HF_CONFIG, kind=model_type, known=known)
     config = ConfigValues(path / HF_CONFIG, standard_values(values, family))
+    for key, largest in LARGEST_COUNTS.items():
+        count = config.values.get(key)
+        if isinstance(count, int | float) and count > largest:
+            raise config.unusable(key, count, f"at most {largest}")
     settings = settings_of(family, config)
     unknown = sorted(refuse_unused(config, family))
     for key in ("quantization_config", "transformers_weights"):

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_ds.checkpoint.files.local_files import write_files
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.conversion.finite_tensors import finite
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES, Family
@@ -36,8 +37,8 @@ from megatron_ds.conversion.safe_unpickle import is_mappable
 from megatron_ds.conversion.safetensors_files import (
     INDEX,
     SINGLE,
-    files_of_index,
     open_safetensors,
+    read_index,
     write_sharded,
 )
 from megatron_ds.conversion.source import (
@@ -359,17 +360,25 @@ def _open_tensors(path: Path) -> dict[str, TensorReader]:
         UserError: If files are missing or damaged, or hold anything but tensors.
     """
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
+        places: dict[str, Path] = {}
         if (path / single).is_file():
             files = [path / single]
         elif (path / index).is_file():
-            files = files_of_index(path / index)
+            places = read_index(path / index)
+            files = sorted({*places.values()})
         else:
             continue
         tensors: dict[str, TensorReader] = {}
         for file in files:
             if not file.is_file():
                 raise user_error("checkpoint-file-missing", name=file)
-            tensors |= open_safetensors(file) if single == SINGLE else _open_pickled(file)
+            opened = open_safetensors(file) if single == SINGLE else _open_pickled(file)
+            # A tensor that several files have is the one in the file that the index names.
+            tensors |= {
+                name: finite(tensor, name, path)
+                for name, tensor in opened.items()
+                if places.get(name, file) == file
+            }
         return tensors
     raise user_error("hf-folder-without-weights", path=path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from megatron_ds.config import ModelConfig, TokenizerConfig
+from megatron_ds.conversion import json_files
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues, layer_types
 from megatron_ds.conversion.huggingface.read_write import (
     GENERATION,
@@ -406,6 +408,7 @@ def test_parts_that_the_model_lacks_are_named(
         ({"rope_parameters": {"rope_theta": -1.0}}, "hf-config-value"),
         ({"rope_parameters": {"rope_theta": float("inf")}}, "hf-config-value"),
         ({"rms_norm_eps": None}, "hf-config-value"),
+        ({"num_hidden_layers": 10**9}, "hf-config-value"),
         ({"num_attention_heads": 5}, "foreign-file-unreadable"),
         ({"num_hidden_layers": 3}, "hf-tensors-missing"),
         ({"num_hidden_layers": 1}, "hf-tensors-unknown"),
@@ -418,6 +421,59 @@ def test_wrong_configurations_are_rejected(
     change_config(saved(tmp_path), **change)
     with raises_problem(code):
         open_hf(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
+    """As in a checkpoint of a run, when they are read; names of tensors are those of the file."""
+    tensors = tensors_in(saved(tmp_path / "theirs"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    for number, value in enumerate((float("nan"), float("-inf"), 1e30)):
+        changed = {**tensors, name: tensors[name].index_fill(0, torch.tensor([3]), value)}
+        save_file(changed, tmp_path / "theirs" / SINGLE)
+        with raises_problem("weights-not-finite", contains=name):
+            write_weights_folder(open_hf(tmp_path / "theirs"), tmp_path / str(number))
+        assert not (tmp_path / str(number)).exists()
+
+
+def test_a_configuration_is_a_file_of_limited_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a pipe, which waits indefinitely, nor a device without an end is read."""
+    file = saved(tmp_path) / HF_CONFIG
+    content = file.read_text()
+    deep = "[" * 100_000
+    for text, part in ((deep, "nested"), (content[:-3], "Expecting")):
+        file.write_text(text)
+        with raises_problem("foreign-file-unreadable", contains=part):
+            open_hf(tmp_path)
+        assert not is_hf(tmp_path)
+    file.write_text(content)
+    monkeypatch.setattr(json_files, "LARGEST_FILE", 100)
+    with raises_problem("foreign-file-unreadable", contains="more than 100 bytes"):
+        open_hf(tmp_path)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert not is_hf(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    assert not is_hf(tmp_path)
+    with raises_problem("hf-folder-without-config"):
+        open_hf(tmp_path)
+
+
+def test_the_index_decides_which_file_has_a_tensor(tmp_path: Path) -> None:
+    tensors = tensors_in(saved(tmp_path))
+    expected = open_hf(tmp_path)
+    (tmp_path / SINGLE).rename(tmp_path / "a.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, tmp_path / "b.safetensors")
+    places = dict.fromkeys(tensors, "a.safetensors")
+    doubled = "model.norm.weight"
+    places[doubled] = "b.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    found = open_hf(tmp_path).tensors
+    for name, tensor in expected.tensors.items():
+        factor = 2 if name == "final_norm.weight" else 1
+        assert torch.equal(found[name].read(), factor * tensor.read()), name
 
 
 def test_keys_without_a_meaning_are_named(tmp_path: Path) -> None:
