@@ -187,10 +187,9 @@ class Saving(RunCheckpoints):
         if self.ranks.rank == 0:
             # Tools read the values of the stage; a resume also needs the names of the stages.
             config = self.config.in_stage(state.stage)
-            stages = {"stages": self.config.schedule.stages}
             run = RunRecord(
                 state=state,
-                config=config.with_values(stages).to_dict(),
+                config=config.with_values({"stages": self.config.schedule.stages}).to_dict(),
                 layout=ParallelLayout.of(config, self.mesh.dp.size),
                 data_order=DataOrder.of(config, self.mesh.dp.size),
                 shards={

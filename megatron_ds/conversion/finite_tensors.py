@@ -26,7 +26,9 @@ def finite(tensor: TensorReader, name: str, path: Path) -> TensorReader:
     def load() -> Tensor:
         value = tensor.read()
         if find_extreme(value, name) is not None:
-            raise user_error("weights-not-finite", path=path, name=name, largest=f"{LARGEST:g}")
+            raise user_error(
+                "foreign-weights-not-finite", path=path, name=name, largest=f"{LARGEST:g}"
+            )
         return value
 
     return TensorReader.full(tensor.shape, tensor.dtype, load)

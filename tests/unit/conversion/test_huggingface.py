@@ -215,7 +215,11 @@ def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
     )
 
     assert_same_tensors(open_hf(tmp_path / "old"), open_hf(tmp_path / "new"))
-    assert open_hf(tmp_path / "old").settings == open_hf(tmp_path / "new").settings
+    old, new = (
+        dataclasses.replace(open_hf(tmp_path / name).settings, published={})
+        for name in ("old", "new")
+    )
+    assert old == new
 
 
 ROTATIONS: tuple[dict[str, Any], ...] = TABLES["rotations"]
@@ -430,7 +434,7 @@ def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
     for number, value in enumerate((float("nan"), float("-inf"), 1e30)):
         changed = {**tensors, name: tensors[name].index_fill(0, torch.tensor([3]), value)}
         save_file(changed, tmp_path / "theirs" / SINGLE)
-        with raises_problem("weights-not-finite", contains=name):
+        with raises_problem("foreign-weights-not-finite", contains=name):
             write_weights_folder(open_hf(tmp_path / "theirs"), tmp_path / str(number))
         assert not (tmp_path / str(number)).exists()
 
@@ -463,7 +467,7 @@ def test_a_configuration_is_a_file_of_limited_size(
 
 def test_the_index_decides_which_file_has_a_tensor(tmp_path: Path) -> None:
     tensors = tensors_in(saved(tmp_path))
-    expected = open_hf(tmp_path)
+    expected = {name: tensor.read() for name, tensor in open_hf(tmp_path).tensors.items()}
     (tmp_path / SINGLE).rename(tmp_path / "a.safetensors")
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, tmp_path / "b.safetensors")
     places = dict.fromkeys(tensors, "a.safetensors")
@@ -471,9 +475,9 @@ def test_the_index_decides_which_file_has_a_tensor(tmp_path: Path) -> None:
     places[doubled] = "b.safetensors"
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     found = open_hf(tmp_path).tensors
-    for name, tensor in expected.tensors.items():
+    for name, tensor in expected.items():
         factor = 2 if name == "final_norm.weight" else 1
-        assert torch.equal(found[name].read(), factor * tensor.read()), name
+        assert torch.equal(found[name].read(), factor * tensor), name
 
 
 def test_keys_without_a_meaning_are_named(tmp_path: Path) -> None:

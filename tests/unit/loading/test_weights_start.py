@@ -272,10 +272,11 @@ def test_the_model_of_a_checkpoint_of_ours_is_taken_if_no_flag_describes_it(
     experts = {"num_experts": [4], "moe_router_topk": 1}
     tokenizer = {"tokenizer_type": "GPT2BPETokenizer"}
     saved_config = {"model": saved, "moe": experts, "tokenizer": tokenizer}
-    found = Checkpoint(tmp_path, SimpleNamespace(config=saved_config))
+    found = Checkpoint(tmp_path, SimpleNamespace(config=saved_config, published={"path": "theirs"}))
     monkeypatch.setattr(plan, "select_checkpoint", lambda *args, **options: found)
     config, _, _ = make_plan(run_of(tmp_path, hidden_dropout=0.0, seq_length=16))
     assert config.model == ModelConfig(num_layers=5, seq_length=16, hidden_dropout=0.0)
+    assert config.published == {"path": "theirs"}
     assert (config.moe.num_experts, config.moe.moe_router_topk) == ((4,), 1)
     config, _, _ = make_plan(run_of(tmp_path, num_layers=4))
     assert config.model == ModelConfig(num_layers=4)
