@@ -37,6 +37,8 @@ class Publication:
     generation: Mapping[str, Any] = field(default_factory=dict)
     has_prefix: bool = True
     """Whether the names of its tensors start with the family's prefix."""
+    has_tokenizer: bool = True
+    """Whether the model has the tokenizer with which it was published."""
     documents: Sequence[str] = ()
     """Names of files about the model, such as its license, which are not copied."""
     lost: Sequence[str] = ()
@@ -70,7 +72,7 @@ class Publication:
             dict(settings.special_ids),
             dict(settings.generation),
             has_prefix,
-            documents,
+            documents=documents,
         )
 
     def asdict(self) -> dict[str, Any]:
@@ -86,7 +88,9 @@ class Publication:
         lost = (*self.lost, "the ids of special tokens (another tokenizer)")
         # Null, because the family's configuration class has defaults for absent ones.
         ids = dict.fromkeys(SPECIAL_IDS)
-        return dataclasses.replace(self, special_ids=ids, generation=generation, lost=lost)
+        return dataclasses.replace(
+            self, special_ids=ids, generation=generation, has_tokenizer=False, lost=lost
+        )
 
     def applied(self, settings: ModelSettings) -> ModelSettings:
         """The settings of a trained model with its publication.

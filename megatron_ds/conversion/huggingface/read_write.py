@@ -145,6 +145,12 @@ def write_hf(
         special = hf_tokenizer.special_ids(
             source.settings, SPECIAL_IDS, model_type, tokenizer.special_ids
         )
+        if publication is not None and not publication.has_tokenizer:
+            special |= {
+                name: tokenizer.special_ids.get(name)
+                for name, value in special.items()
+                if value is None
+            }
         values |= special
         known_ids = {name: value for name, value in special.items() if value is not None}
         generation = source.settings.generation
