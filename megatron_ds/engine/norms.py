@@ -22,7 +22,7 @@ from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.states.flats import Flat, own_flats, replicas_of
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import expert_group, shard_spec
+from megatron_ds.parallel.sharding import expert_group, shard_spec, states_of
 
 CHUNK = 2**22
 """Elements whose squares are summed at once; the sums are added in fp64."""
@@ -95,6 +95,7 @@ class ModelNorms:
         self._mesh, self._device, self._stage = parts.mesh, parts.device, parts.stage
         self.parameters = tuple(parts.engine.module.named_parameters())
         """This rank's, by name. A walk over the modules takes longer than a small tensor's norm."""
+        self._module = parts.engine.module
         self._marked = tuple(
             (parameter, expert_group(parameter) is not None, is_counted(parameter, self._mesh))
             for _, parameter in self.parameters
@@ -106,17 +107,23 @@ class ModelNorms:
         return self._sum_of_squares(values_of).sqrt()
 
     def of_parameters(self) -> float:
-        """The L2 norm of the parameters. Collective."""
+        """The L2 norm of the parameters. Not finite if a state of a layer is not. Collective."""
         squares = self._sum_of_squares(self._own_partition)
         if self._stage == 3:
             dist.all_reduce(squares, group=self._mesh.dp_sp.handle)
-        return float(squares.sqrt())
+        states = self._squares([], [*states_of(self._module).values()])
+        return float((squares + states).sqrt())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint has of this rank's model, by name: parameters, at stage 3 this rank's
+        partitions, and states of layers."""
+        for name, parameter in self.parameters:
+            yield name, self._own_partition(parameter)
+        yield from states_of(self._module).items()
 
     def first_nonfinite(self) -> str | None:
-        """The first parameter of this rank that is not finite."""
-        return next(
-            (n for n, p in self.parameters if not norm_of(self._own_partition(p)).isfinite()), None
-        )
+        """The first weight of this rank that is not finite."""
+        return next((name for name, w in self.weights() if not norm_of(w).isfinite()), None)
 
     def _own_partition(self, parameter: nn.Parameter) -> Tensor:
         """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""

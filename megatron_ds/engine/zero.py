@@ -46,7 +46,7 @@ from megatron_ds.engine.step import ModelPasses, StepControl
 from megatron_ds.model.experts.router import routers_with_bias, update_biases
 from megatron_ds.model.gpt import GPTModel, inference_form
 from megatron_ds.parallel.collectives import gather_objects
-from megatron_ds.parallel.sharding import shard_spec
+from megatron_ds.parallel.sharding import shard_spec, states_of
 from megatron_ds.parallel.weights import ShardSpec
 from megatron_ds.train_state import LossSum, StepPlan, StepResult
 
@@ -149,12 +149,13 @@ class ZeroEngine:
         self._steps.undo()
 
     def find_different_weights(self) -> tuple[str, Mapping[int, str]] | None:
-        """Find a parameter that differs between the ranks that have a copy of it, by name, with the
-        hosts of its wrong ranks. Not at stage 3."""
+        """Find a parameter, or state of a layer, that differs between the ranks that have a copy of
+        it, by name, with the hosts of its wrong ranks. Not at stage 3."""
         has_stages = self._mesh.pp.size > 1
         shared = self._engine.module.get_tied_weights_and_groups() if has_stages else ()
         tied = [weight for weight, _ in shared]
-        return find_different_weights(self._steps.norms.parameters, self._mesh, tied)
+        weights = chain(self._steps.norms.parameters, states_of(self.module).items())
+        return find_different_weights(weights, self._mesh, tied)
 
     def first_nonfinite_weight(self) -> str | None:
         """The first parameter of this rank that is not finite; None if there is none. Local."""

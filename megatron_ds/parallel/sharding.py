@@ -82,7 +82,7 @@ def expert_group_name(ep_size: int) -> str:
     return f"ep_size_{ep_size}"
 
 
-def expert_group(param: torch.nn.Parameter) -> str | None:
+def expert_group(param: Tensor) -> str | None:
     """Name of the group of a parameter that `mark_experts` has marked; None for others."""
     name: str | None = getattr(param, "group_name", None)
     return name

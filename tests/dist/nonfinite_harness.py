@@ -28,6 +28,8 @@ CORRUPTED_PARAMETER = "fc_in.weight"
 """Parameter of the first layer whose gradient is corrupted; sharded over tensor-parallel ranks."""
 
 
+BIASES = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+"""With states, which no optimizer updates."""
 RATES = {"train_iters": 100, "lr_warmup_iters": 50, "lr_warmup_init": 1e-3}
 """A learning rate that every applied step changes."""
 
@@ -70,7 +72,7 @@ class Layout(NamedTuple):
             precision=half,
             schedule=RATES,
             parallel={"sequence_parallel": self.sequence},
-            moe={"num_experts": (2,)} if self.ep > 1 or self.experts else {},
+            moe={"num_experts": (2,), **BIASES} if self.ep > 1 or self.experts else {},
             deepspeed={"cpu_optimizer": self.offload},
             optimizer=optimizer,
         )
@@ -102,8 +104,9 @@ class Training:
         return result, differing_names(before, self.state_tensors())
 
     def names_on(self, rank: int) -> list[str]:
-        """The parameters of a rank, one of each kind: those of later layers are left out."""
-        named = [name for name, _ in self.engine._steps.norms.parameters]
+        """The parameters and states of a rank, one of each kind: those of later layers are left
+        out."""
+        named = [name for name, _ in self.engine._steps.norms.weights()]
         kinds = {re.sub(r"layers\.\d+\.", "", name): name for name in reversed(named)}
         return gather_objects([*reversed(kinds.values())])[rank]
 
@@ -180,9 +183,11 @@ def corrupt_each_parameter(layout: Layout, meshes: Meshes) -> dict[str, Copy]:
     for index, name in enumerate([*run.names_on(layout.rank), ""]):
         value = (math.nan, math.inf, -math.inf)[index % 3]
         rank = layout.rank if name else -1  # no rank
-        with corrupt_gradient(run.engine, value, rank, name):
-            skipped = run.step().skipped
-        changed = differing_names(before, run.state_tensors())
+        skipped, changed = True, list[str]()
+        if not name.endswith("expert_bias"):  # which has no gradient
+            with corrupt_gradient(run.engine, value, rank, name):
+                skipped = run.step().skipped
+            changed = differing_names(before, run.state_tensors())
         with _corrupt_weight(run.engine, value, rank, name):
             differs = run.engine.find_different_weights() if layout.stage < 3 else None
             seen[name] = Copy(
@@ -202,8 +207,7 @@ def _corrupt_weight(engine: ZeroEngine, value: float, rank: int, name: str) -> I
     if dist.get_rank() != rank:
         yield
         return
-    norms = engine._steps.norms
-    values = norms._own_partition(dict(norms.parameters)[name]).view(-1)[:1]
+    values = dict(engine._steps.norms.weights())[name].detach().view(-1)[:1]
     before = values.clone()
     values.fill_(value)
     yield

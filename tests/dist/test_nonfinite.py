@@ -57,13 +57,14 @@ SPIKE_PROOFS = [
 COPIES = [
     *(Layout("fp32", 0, 2), Layout("fp32", 1, 2, True, experts=2), Layout("bf16", 1, 2)),
     *(Layout("fp32", 2, 2, offload=True), Layout("bf16", 3, 2), Layout("fp32", 1, 1, pp=2)),
+    Layout("bf16", 2, 1, ep=2),
 ]
 COPY_PROOFS = [
     *(Layout("fp32", 2, 2), Layout("fp32", 3, 2, True, experts=2), Layout("fp32", 1, 1)),
     *(Layout("bf16", 1, 2, True, experts=2), Layout("bf16", 2, 2), Layout("fp16", 1, 2)),
     *(Layout("fp16", 3, 2), Layout("fp32", 3, 2, offload=True), Layout("fp32", 0, 1, pp=2)),
     *(Layout("bf16", 1, 1, pp=2), Layout("bf16", 1, 1, pp=2, offload=True)),
-    *(Layout("bf16", 2, 1, ep=2), Layout("fp32", 1, 1, ulysses=2)),
+    Layout("fp32", 1, 1, ulysses=2),
     *(Layout("fp32", 1, 2, rank=3, world=4), Layout("bf16", 1, 2, ep=2, rank=1, world=4)),
     *(Layout("fp32", 2, 2, True, ep=2, rank=3, world=4), Layout("bf16", 3, 2, rank=3, world=4)),
     *(Layout("fp32", 0, 2, rank=1, world=4), Layout("fp32", 1, 2, True, pp=2, rank=3, world=4)),

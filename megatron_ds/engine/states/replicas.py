@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
@@ -21,7 +21,7 @@ along an axis whose ranks all hold them."""
 
 
 def find_different_weights(
-    parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, tied: Sequence[nn.Parameter] = ()
+    parameters: Iterable[tuple[str, Tensor]], mesh: Mesh, tied: Sequence[Tensor] = ()
 ) -> tuple[str, Mapping[int, str]] | None:
     """Find the first parameter that is not the same on all ranks with a copy of it. Collective.
 
@@ -29,7 +29,7 @@ def find_different_weights(
     pipeline stages with a tied embedding.
 
     Args:
-        parameters: Parameters of this rank, by name, without ZeRO-3.
+        parameters: Parameters of this rank, by name, without ZeRO-3, and states of layers.
         mesh: Mesh of this process.
         tied: Those of them that several pipeline stages have, under the same name.
 
