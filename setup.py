@@ -45,7 +45,7 @@ setup(
         "test": [
             "hypothesis>=6.100",
             "playwright>=1.50",
-            "pytest>=8.2",
+            "pytest>=9.0",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
         ],

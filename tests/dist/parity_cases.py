@@ -84,10 +84,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.world}ranks-zero{self.stage}-tp{self.tp}-accumulate{self.accumulation}"
-            f"-{self.model}-{self.optimizer}"
-        )
+        """The sizes of the layout, those of some axes only where they are not 1, and the rest."""
+        sizes = {"pp": self.pp, "sp": self.sp, "ep": self.ep}
+        layout = [f"{self.world}ranks", f"zero{self.stage}", f"tp{self.tp}"]
+        layout += [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        return "-".join([*layout, f"accumulate{self.accumulation}", self.model, self.optimizer])
 
     @property
     def micro_batch_size(self) -> int:

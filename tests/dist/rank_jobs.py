@@ -22,9 +22,12 @@ from tests.dist.engine_harness import EngineProbe, Meshes, prepare, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, samples_of
 from tests.dist.reference import Run, Samples
 from tests.distributed import run_ranks
+from tests.tables import UniqueNames
 
 Job = Callable[[Meshes], Any]
 """Called on every rank, with the meshes by tensor-parallel size. It is pickled."""
+Jobs = UniqueNames[Job]
+"""Jobs by name."""
 
 
 def training(
@@ -100,8 +103,9 @@ class JobResults:
         return [f"rank {n}: {each}" for n, run in runs for each in differences(run, reference)]
 
 
-def run_jobs(world: int, jobs: Mapping[str, Job]) -> JobResults:
+def run_jobs(world: int, jobs: Jobs) -> JobResults:
     """Runs the jobs one after the other on `world` ranks. Failures are raised by the results."""
+    assert isinstance(jobs, UniqueNames), "a plain dictionary loses jobs whose names are equal"
     with tempfile.TemporaryDirectory() as name:
         folder, crash = Path(name), Failure("")
         try:
@@ -117,9 +121,9 @@ def run_jobs(world: int, jobs: Mapping[str, Job]) -> JobResults:
         )
 
 
-def run_by_world(jobs: Mapping[int, Mapping[str, Job]]) -> JobResults:
+def run_by_world(jobs: Mapping[int, Jobs]) -> JobResults:
     """Runs the jobs of each number of ranks. Their names are unique."""
-    results: dict[str, list[Any]] = {}
+    results = UniqueNames[list[Any]]()
     for world, named in jobs.items():
         if named:
             results |= run_jobs(world, named).results

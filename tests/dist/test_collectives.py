@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from megatron_ds.parallel.mesh import Mesh, axis_groups
 from megatron_ds.planning.communication import step_traffic
 from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
 from tests.dist.fake_world import AXES, Message, Messages, axis_of, fake_world
-from tests.dist.rank_jobs import JobResults, run_jobs, selected
+from tests.dist.rank_jobs import JobResults, Jobs, run_jobs, selected
 from tests.dist.test_planned_communication import (
     LAYOUTS,
     LENGTH,
@@ -37,7 +37,7 @@ from tests.dist.test_planned_communication import (
     config_of,
     engine_and_step,
 )
-from tests.tables import tables
+from tests.tables import UniqueNames, tables
 
 TABLES = tables(__file__, tuple)
 
@@ -47,6 +47,7 @@ NEGLIGIBLE = 200
 PADDING = 0.02
 """Of a message that is partitioned, relative to all."""
 MORE: dict[str, dict[str, Any]] = TABLES["more"]
+ALL_LAYOUTS = UniqueNames([*LAYOUTS.items(), *MORE.items()])
 WORLDS = TABLES["worlds"]
 """Ranks of each layout."""
 PROOFS = ("zero0 fp32", "zero2 sp2 tp2", "zero3 sp4, llama")
@@ -59,7 +60,7 @@ def simulate(name: str, ranks: Sequence[int], meshes: Any) -> dict[int, tuple[in
     """By rank its pipeline rank, and its messages in the second step."""
     del meshes
     world = WORLDS[name]
-    config = config_of((LAYOUTS | MORE)[name], world)
+    config = config_of(ALL_LAYOUTS[name], world)
     return {rank: messages_of(config, rank, world) for rank in ranks}
 
 
@@ -91,7 +92,7 @@ def messages_of(config: Config, rank: int, world: int) -> tuple[int, Rows]:
 def representatives(name: str) -> list[int]:
     """The first rank, the last one of each of its groups, and all stages."""
     world = WORLDS[name]
-    config = config_of((LAYOUTS | MORE)[name], world)
+    config = config_of(ALL_LAYOUTS[name], world)
     axes = axis_groups(world, **config.axis_sizes)
     own = {axis: next(ranks for ranks in axes[axis] if 0 in ranks) for axis in AXES}
     ends = (own[axis][-1] for axis in ("tp", "sp", "ep", "dp"))
@@ -101,8 +102,11 @@ def representatives(name: str) -> list[int]:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     names = dict.fromkeys(params["name"] for _, params in selected(request))
-    jobs = {name: functools.partial(simulate, name, representatives(name)) for name in names}
-    return run_jobs(1, jobs)
+    return run_jobs(1, simulations(names))
+
+
+def simulations(names: Iterable[str]) -> Jobs:
+    return Jobs((name, functools.partial(simulate, name, representatives(name))) for name in names)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +127,7 @@ def test_ranks_of_a_group_communicate_in_the_same_order(name: str, outcomes: Job
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_sends_no_more_bytes_than_planned(name: str, outcomes: JobResults) -> None:
     world = WORLDS[name]
-    config = config_of((LAYOUTS | MORE)[name], world)
+    config = config_of(ALL_LAYOUTS[name], world)
     dp_size = config.parallel.data_parallel_size(world)
     run = PlannedRun.of(config, memory_inputs(config, dp_size, "cpu"))
     (found,) = outcomes.of(name)
@@ -191,9 +195,8 @@ def folded(lines: list[str]) -> list[str]:
 
 def main() -> None:
     """Writes the table again."""
-    jobs = {n: functools.partial(simulate, n, representatives(n)) for n in WORLDS}
-    outcomes = run_jobs(1, jobs)
-    tables = [table_of(name, outcomes.of(name)[0]) for name in jobs]
+    outcomes = run_jobs(1, simulations(WORLDS))
+    tables = [table_of(name, outcomes.of(name)[0]) for name in WORLDS]
     GOLDEN.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
 
 

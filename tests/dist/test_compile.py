@@ -17,6 +17,7 @@ from tests.dist.parity_cases import Case
 from tests.dist.rank_jobs import (
     Job,
     JobResults,
+    Jobs,
     case_training,
     has_proofs,
     run_by_world,
@@ -48,34 +49,36 @@ def use_inductor_random_numbers(engine: Any) -> None:
     inductor.fallback_random = False
 
 
-def of_one_process() -> dict[str, Job]:
+def of_one_process() -> Jobs:
     """The jobs of one rank, which only proofs need."""
-    return {
-        f"one-{compiled}": job(ONE_PROCESS, compiled, use_torch_random_numbers, model=STAGED_MODEL)
-        for compiled in (False, True)
-    }
+    return Jobs(
+        (f"one-{on}", job(ONE_PROCESS, on, use_torch_random_numbers, model=STAGED_MODEL))
+        for on in (False, True)
+    )
 
 
-def proofs() -> dict[str, Job]:
+def proofs() -> Jobs:
     """The jobs of two ranks that `make test` leaves out."""
-    jobs = {
-        f"own-{granularity}": with_dropout(granularity, True, use_inductor_random_numbers)
+    jobs = Jobs(
+        (f"own-{granularity}", with_dropout(granularity, True, use_inductor_random_numbers))
         for granularity in (None, "full")
-    }
+    )
     jobs["stages"] = job(TWO_STAGES, True, use_torch_random_numbers, model=STAGED_MODEL)
     # Last: eager ZeRO-3 leaves DeepSpeed's linear layer in torch.
-    return jobs | {f"zero3-{compiled}": job(ZERO3, compiled) for compiled in (True, False)}
+    jobs |= ((f"zero3-{compiled}", job(ZERO3, compiled)) for compiled in (True, False))
+    return jobs
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
-    two = {
-        f"selective-{compiled}": with_dropout("selective", compiled, use_torch_random_numbers)
+    two = Jobs(
+        (f"selective-{compiled}", with_dropout("selective", compiled, use_torch_random_numbers))
         for compiled in (True, False)
-    }
-    if has_proofs(request):
-        return run_by_world({1: of_one_process(), 2: two | proofs()})
-    return run_by_world({2: two})
+    )
+    if not has_proofs(request):
+        return run_by_world({2: two})
+    two |= proofs()
+    return run_by_world({1: of_one_process(), 2: two})
 
 
 def assert_same(compiled: list[Run], others: list[Run]) -> None:

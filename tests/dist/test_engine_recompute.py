@@ -10,7 +10,7 @@ import pytest
 
 from tests.dist.compare import differing_bits
 from tests.dist.parity_cases import Case, reference_of, train_alone
-from tests.dist.rank_jobs import JobResults, case_training, run_jobs, selected
+from tests.dist.rank_jobs import JobResults, Jobs, case_training, run_jobs, selected
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
 
@@ -39,14 +39,11 @@ def case_of(stage: int, tp: int, **options: Any) -> Case:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     chosen = [tuple(params.values()) for _, params in selected(request) if "kind" in params]
-    jobs = {
-        f"{stage}-{tp}-{kind}": case_training(
-            case_of(stage, tp),
-            model=DROPOUT,
-            recompute={} if kind == STORED else RECOMPUTE[kind][1],
-        )
-        for kind, stage, tp in [*((STORED, *layout) for layout in LAYOUTS), *chosen]
-    }
+    jobs = Jobs()
+    for kind, stage, tp in dict.fromkeys([*((STORED, *layout) for layout in LAYOUTS), *chosen]):
+        recompute = {} if kind == STORED else RECOMPUTE[kind][1]
+        job = case_training(case_of(stage, tp), model=DROPOUT, recompute=recompute)
+        jobs[f"{stage}-{tp}-{kind}"] = job
     return run_jobs(2, jobs)
 
 

@@ -50,12 +50,12 @@ from tests.dist.parity_cases import (
     samples_of,
     train_alone,
 )
-from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
+from tests.dist.rank_jobs import JobResults, Jobs, case_training, run_by_world, selected
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Tensors
 from tests.independent.model import DEFAULTS, Experts
 from tests.proofs.cases import with_proofs
-from tests.tables import tables
+from tests.tables import UniqueNames, tables
 
 TABLES = tables(__file__, tuple)
 
@@ -103,7 +103,7 @@ CASES, HALF, OTHERS = (
     for table in ("cases", "half", "others")
 )
 """Those of the training, those in half precision, and those of the tests below alone."""
-EVERYTHING = {**CASES, **HALF, **OTHERS}
+EVERYTHING = UniqueNames([*CASES.items(), *HALF.items(), *OTHERS.items()])
 NONFINITE = TABLES["nonfinite"]
 UNUSED = TABLES["unused"]
 RESUMED = TABLES["resumed"]
@@ -117,7 +117,7 @@ RESUMED_IN_PROOFS = RESUMED[1:3]
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     """The jobs of the selected tests, by one set of two ranks and one of four."""
-    jobs: dict[int, dict[str, Job]] = {2: {}, 4: {}}
+    jobs = {2: Jobs(), 4: Jobs()}
     for test, params in selected(request):
         name = params["name"]
         case = EVERYTHING[name]
@@ -131,9 +131,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run.__name__,
         ):
             folder = tmp_path_factory.getbasetemp() / f"resume {name}"
-            jobs[4][f"resume {name}"] = partial(resume, case, str(folder))
+            jobs[4].setdefault(f"resume {name}", partial(resume, case, str(folder)))
         else:
-            jobs[world][name] = case_training(case)
+            jobs[world].setdefault(name, case_training(case))
     return run_by_world(jobs)
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist.nonfinite_harness import RATES, WORLD, Training
 from tests.dist.parity_cases import OPTIMIZERS, Case, config_of, reference_of
-from tests.dist.rank_jobs import JobResults, case_training, run_jobs
+from tests.dist.rank_jobs import JobResults, Jobs, case_training, run_jobs
 
 FP16 = {"fp16": True, "allow_fp16_on_cpu": True}
 STEPS = 14
@@ -66,7 +66,7 @@ def train_with_overflows(stage: int, tp: int, meshes: dict[int, Mesh]) -> dict[s
 
 @pytest.fixture(scope="module")
 def outcomes() -> JobResults:
-    jobs: dict[str, Any] = {}
+    jobs = Jobs()
     for layout in LAYOUTS:
         jobs[f"dynamic {layout}"] = partial(train_with_overflows, *layout)
         static = {**FP16, "loss_scale": 512.0}

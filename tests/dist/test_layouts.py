@@ -27,9 +27,10 @@ from tests.dist.compare import (
 )
 from tests.dist.layouts import RunLayout, name_of
 from tests.dist.offload_harness import WITHOUT_LIBAIO, swapping
-from tests.dist.rank_jobs import Job, JobResults, run_by_world, selected, training
+from tests.dist.rank_jobs import Job, JobResults, Jobs, run_by_world, selected, training
 from tests.dist.recorded import Replay
 from tests.problems import codes
+from tests.tables import UniqueNames
 
 STEPS, RANDOM_STEPS = 3, 2
 """Of a run in `make test`, and of one that is drawn; `layouts.STEPS` is that of the proofs."""
@@ -37,7 +38,7 @@ COUNT, SEED = 30, 7
 """Layouts that are drawn and run, and the seed of the draw."""
 EXACT_GAP, HALF_GAP = 1e-5, 0.1
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
-COVERING = {name_of(run): run for run in layouts.covering()}
+COVERING = UniqueNames((name_of(run), run) for run in layouts.covering())
 BASIC = set(map(name_of, layouts.basic()))
 """The runs of `make test`."""
 ON_DISK = [name for name, run in COVERING.items() if run["offload"] in layouts.ON_DISK]
@@ -83,13 +84,11 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
             chosen += random_runs()
         elif "run" in params and not (params["run"].name in ON_DISK and WITHOUT_LIBAIO):
             chosen.append(params["run"])
-    worlds = layouts.VALUES["world"]
-    return run_by_world(
-        {
-            int(n): {each.key: each.job() for each in chosen if each.run["world"] == n}
-            for n in worlds
-        }
-    )
+    jobs = {int(size): Jobs() for size in layouts.VALUES["world"]}
+    for stepped in chosen:
+        # A layout may be drawn twice; its name has the value of each axis.
+        jobs[int(stepped.run["world"])].setdefault(stepped.key, stepped.job())
+    return run_by_world(jobs)
 
 
 def check(stepped: Stepped, outcomes: JobResults) -> list[str]:

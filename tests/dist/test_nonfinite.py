@@ -30,7 +30,7 @@ from tests.dist.nonfinite_harness import (
     corrupt_each_parameter,
 )
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, swapping
-from tests.dist.rank_jobs import JobResults, has_proofs, run_by_world, run_jobs, selected
+from tests.dist.rank_jobs import JobResults, Jobs, has_proofs, run_by_world, run_jobs, selected
 from tests.dist.rerun_harness import Fault, take_steps
 from tests.tables import tables
 
@@ -154,7 +154,7 @@ def cases(layouts: list[Layout], proofs: list[Layout]) -> list[Any]:
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> JobResults:
-    jobs: dict[str, Any] = {"limits": compare_with_limits}
+    jobs = Jobs({"limits": compare_with_limits})
     proofs = has_proofs(request)
     for layout in (*LAYOUTS, *(PROOFS if proofs else ())):
         value = math.inf if layout.stage % 2 else math.nan
@@ -175,7 +175,7 @@ def outcomes(
 
 @pytest.fixture(scope="module")
 def copies(request: pytest.FixtureRequest) -> JobResults:
-    jobs: dict[int, dict[str, Any]] = {2: {}, 4: {}}
+    jobs = {2: Jobs(), 4: Jobs()}
     for name, params in selected(request):
         if name == test_every_value_of_every_rank_is_checked.__name__:
             layout = params["layout"]

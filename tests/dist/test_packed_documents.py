@@ -17,7 +17,7 @@ from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
 from tests.dist.compare import differing_bits
 from tests.dist.parity_cases import Case, Changes, config_of, train_alone
-from tests.dist.rank_jobs import JobResults, case_training, has_proofs, run_jobs
+from tests.dist.rank_jobs import JobResults, Jobs, case_training, has_proofs, run_jobs
 from tests.problems import raises_problem
 
 COMPILED = "compiled"
@@ -60,15 +60,14 @@ def check_no_kernel(engine: Any) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
-    jobs = {name: case_training(case, check_no_kernel) for name, case in CASES.items()}
-    jobs |= {
-        f"dropout {granularity}": case_training(
-            DROPPED, check_no_kernel, recompute={"recompute_granularity": granularity}
-        )
-        for granularity in (None, "full")
-    }
-    if not has_proofs(request):
-        del jobs[COMPILED]
+    jobs = Jobs()
+    for name, case in CASES.items():
+        if name != COMPILED or has_proofs(request):
+            jobs[name] = case_training(case, check_no_kernel)
+    for granularity in (None, "full"):
+        recompute = {"recompute_granularity": granularity}
+        job = case_training(DROPPED, check_no_kernel, recompute=recompute)
+        jobs[f"dropout {granularity}"] = job
     return run_jobs(2, jobs)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.dist import parity_cases
 from tests.dist.compare import differences, differing_bits, norm_of
 from tests.dist.parity_cases import Case, config_of, reference_of
-from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
+from tests.dist.rank_jobs import JobResults, Jobs, case_training, run_by_world, selected
 from tests.dist.reference import Run
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
@@ -56,8 +56,9 @@ def run_measures(case: Case) -> bool:
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     """The selected cases, trained by one set of two ranks and one of four."""
     tests = list(selected(request))
-    jobs: dict[int, dict[str, Job]] = {2: {}, 4: {}}
-    for case in (*CASES[:1], *(params["case"] for _, params in tests if "case" in params)):
+    jobs = {2: Jobs(), 4: Jobs()}
+    chosen = (params["case"] for _, params in tests if "case" in params)
+    for case in dict.fromkeys((CASES[0], *chosen)):
         jobs[case.world][case.name] = case_training(case)
     jobs[2][REPEATED] = jobs[2][CASES[0].name]
     if test_second_copies_of_parameters_change_nothing.__name__ in dict(tests):

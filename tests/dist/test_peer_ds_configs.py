@@ -22,7 +22,7 @@ from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import batches_of, build
-from tests.dist.rank_jobs import JobResults, run_jobs
+from tests.dist.rank_jobs import JobResults, Jobs, run_jobs
 from tests.dist.reference import Samples
 from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
 from tests.problems import codes
@@ -90,8 +90,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Config, l
 @pytest.fixture(scope="module")
 def trained(found: dict[str, tuple[Config, list[str]]]) -> JobResults:
     """The losses of those without a problem."""
-    sound = {name: config for name, (config, problems) in found.items() if not problems}
-    return run_jobs(1, {name: partial(loss_of_a_step, config) for name, config in sound.items()})
+    sound = ((name, config) for name, (config, problems) in found.items() if not problems)
+    return run_jobs(1, Jobs((name, partial(loss_of_a_step, config)) for name, config in sound))
 
 
 @pytest.mark.parametrize("name", [*OWN, *FILES])

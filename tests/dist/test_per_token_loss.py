@@ -17,7 +17,7 @@ from megatron_ds.data.micro_batches import Batch
 from tests.dist.compare import differences
 from tests.dist.engine_harness import build, prepare
 from tests.dist.parity_cases import Case, config_of, samples_of, train_alone
-from tests.dist.rank_jobs import JobResults, case_training, run_jobs, selected
+from tests.dist.rank_jobs import JobResults, Jobs, case_training, run_jobs, selected
 from tests.dist.reference import EOD
 from tests.distributed import run_ranks
 from tests.proofs.cases import with_proofs
@@ -38,7 +38,7 @@ MEAN_OF_MEANS = "mean of means"
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     cases = [params["case"] for _, params in selected(request) if "case" in params]
-    jobs = {case.name: case_training(case) for case in cases}
+    jobs = Jobs((case.name, case_training(case)) for case in dict.fromkeys(cases))
     jobs[MEAN_OF_MEANS] = case_training(replace(CASES[1], changes=MASKED))
     return run_jobs(WORLD, jobs)
 

@@ -25,7 +25,7 @@ from tests.dist.parity_cases import (
     samples_of,
     train_alone,
 )
-from tests.dist.rank_jobs import JobResults, case_training, run_jobs, selected, training
+from tests.dist.rank_jobs import JobResults, Jobs, case_training, run_jobs, selected, training
 from tests.dist.reference import Samples, evaluate_reference, train_reference
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
@@ -40,13 +40,11 @@ CASES = {name: Case(**row) for name, row in TABLES["cases"].items()}
 def results(request: pytest.FixtureRequest) -> JobResults:
     """The selected cases, trained by one set of four ranks."""
     names = {params["name"] for _, params in selected(request) if "name" in params}
-    jobs = {
-        name: case_training(
-            case, partial(check_layers, case.changes.get("parallel", {})), every_step=True
-        )
-        for name, case in CASES.items()
-        if name in names
-    }
+    jobs = Jobs()
+    for name, case in CASES.items():
+        if name in names:
+            probe = partial(check_layers, case.changes.get("parallel", {}))
+            jobs[name] = case_training(case, probe, every_step=True)
     return run_jobs(4, jobs)
 
 
@@ -99,7 +97,7 @@ def test_copies_of_a_tied_embedding_stay_equal_on_three_replicas() -> None:
     its gradient are equal bit for bit after four steps
     """
     steps, replicas = 4, 3
-    jobs, references = {}, {}
+    jobs, references = Jobs(), {}
     for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16")):
         case = Case(
             *(2 * replicas, stage, 1, 1, "tied", "adamw"),

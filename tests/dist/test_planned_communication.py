@@ -38,7 +38,7 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.communication import step_traffic
 from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
 from megatron_ds.train_state import StepPlan, StepResult
-from tests.dist.rank_jobs import Job, JobResults, run_jobs, selected
+from tests.dist.rank_jobs import JobResults, Jobs, run_jobs, selected
 from tests.observed import Observed
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
@@ -238,7 +238,7 @@ def exchanged(in_batches: bool, meshes: dict[int, Mesh]) -> tuple[torch.Tensor, 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
-    jobs: dict[str, Job] = {}
+    jobs = Jobs()
     for _, params in selected(request):
         for is_own in (True, False):
             if "layout" in params:

@@ -25,7 +25,7 @@ from tests.dist import parity_cases
 from tests.dist.compare import differing_bits, differing_names, norm_of, worst_difference
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, parity_job, resume, swapping
 from tests.dist.parity_cases import Case, config_of, ds_file, reference_of
-from tests.dist.rank_jobs import JobResults, case_training, has_proofs, run_jobs, training
+from tests.dist.rank_jobs import JobResults, Jobs, case_training, has_proofs, run_jobs, training
 from tests.dist.reference import Samples, Tensors, train_reference
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
@@ -124,7 +124,7 @@ def switched(switch: str, stage: int, tp: int, *, bf16: bool, value: bool) -> Co
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> JobResults:
-    jobs, folder, proofs = {}, tmp_path_factory.mktemp("files"), has_proofs(request)
+    jobs, folder, proofs = Jobs(), tmp_path_factory.mktemp("files"), has_proofs(request)
     switches = TIMING if proofs else TIMING[1:]
     for (switch, stage, tp, bf16), value in itertools.product(switches, (True, False)):
         config = switched(switch, stage, tp, bf16=bf16, value=value)
@@ -156,7 +156,7 @@ def outcomes(
         jobs[f"communication-{name}"] = functools.partial(communicate, name)
     jobs["bare loop"] = compare_with_bare_loop
     left_out = () if proofs else LEFT_OUT
-    return run_jobs(2, {name: job for name, job in jobs.items() if name not in left_out})
+    return run_jobs(2, Jobs((name, job) for name, job in jobs.items() if name not in left_out))
 
 
 def communicate(name: str, meshes: dict[int, Mesh]) -> dict[str, Any]:

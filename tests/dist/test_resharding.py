@@ -60,9 +60,9 @@ from tests.dist.engine_harness import Meshes, batches_of, full_tensor, full_weig
 from tests.dist.nonfinite_harness import RATES, Training
 from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO, swap_small_tensors
 from tests.dist.parity_cases import SHAPE, Case, config_of
-from tests.dist.rank_jobs import Job, JobResults, run_by_world, selected
+from tests.dist.rank_jobs import JobResults, Jobs, run_by_world, selected
 from tests.dist.reference import Tensors
-from tests.tables import tables
+from tests.tables import UniqueNames, tables
 
 TABLES = tables(__file__, tuple)
 
@@ -131,20 +131,13 @@ def stages_of(sizes: str) -> list[int]:
     return [n for n, layout in enumerate(layouts) if proofs.obstacle(layout) is None]
 
 
-DENSE_LAYOUTS = {
-    f"dense {sizes} zero{stage}": (
-        sizes,
-        Layout(
-            stage,
-            **options,
-            # Stages with other layers at each ZeRO stage.
-            partition="1,2" if stage == 0 and "pp" in options else "type:transformer",
-            changes={"model": DENSE},
-        ),
-    )
-    for sizes, options in SIZES.items()
-    for stage in stages_of(sizes)
-}
+DENSE_LAYOUTS = UniqueNames[tuple[str, Layout]]()
+for sizes, options in SIZES.items():
+    for stage in stages_of(sizes):
+        # Stages with other layers at each ZeRO stage.
+        partition = "1,2" if stage == 0 and "pp" in options else "type:transformer"
+        layout = Layout(stage, **options, partition=partition, changes={"model": DENSE})
+        DENSE_LAYOUTS[f"dense {sizes} zero{stage}"] = sizes, layout
 NVME = {"deepspeed": {"nvme_optimizer": True}}
 FAMILIES = {
     family: {name: Layout(**row) for name, row in layouts.items()}
@@ -154,11 +147,9 @@ BASIC_LAYOUTS: dict[str, tuple[str, ...]] = TABLES["basic_layouts"]
 """Those of `make test`."""
 if WITHOUT_LIBAIO is not None:
     del FAMILIES["memory"]["zero3 nvme"]
-LAYOUTS = {name: layout for name, (_, layout) in DENSE_LAYOUTS.items()} | {
-    f"{family} {name}": layout
-    for family, layouts in FAMILIES.items()
-    for name, layout in layouts.items()
-}
+LAYOUTS = UniqueNames((name, layout) for name, (_, layout) in DENSE_LAYOUTS.items())
+for family, layouts in FAMILIES.items():
+    LAYOUTS |= ((f"{family} {name}", layout) for name, layout in layouts.items())
 ASYNC, WEIGHTS = " in the background", " weights"
 """Suffixes of the folders with further saves of a layout."""
 
@@ -543,8 +534,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
             if params["form"] in LOADS:
                 loads.setdefault(target, set()).add((params["form"], source))
     folder = tmp_path_factory.mktemp("checkpoints")
-    saving: dict[int, dict[str, Job]] = {world: {} for world in WORLDS}
-    loading: dict[int, dict[str, Job]] = {world: {} for world in WORLDS}
+    saving = {world: Jobs() for world in WORLDS}
+    loading = {world: Jobs() for world in WORLDS}
     for name, layout in LAYOUTS.items():
         if name in forms:
             saving[layout.world][name] = partial(save_layout, name, forms[name], folder)

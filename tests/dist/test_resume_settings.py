@@ -39,7 +39,7 @@ from tests.dist.compare import differing_names
 from tests.dist.engine_harness import Meshes, batches_of, build
 from tests.dist.nonfinite_harness import RATES, WORLD, Training, corrupt_gradient
 from tests.dist.parity_cases import Case, config_of
-from tests.dist.rank_jobs import Job, JobResults, has_proofs, run_jobs
+from tests.dist.rank_jobs import JobResults, Jobs, has_proofs, run_jobs
 from tests.dist.reference import Tensors
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
@@ -329,10 +329,10 @@ def outcomes(
 ) -> JobResults:
     folder, proofs = tmp_path_factory.mktemp("checkpoints"), has_proofs(request)
     without = left_out() if proofs else {}
-    jobs: dict[str, Job] = {
-        name: partial(resume_layout, name, folder, without.get(name))
+    jobs = Jobs(
+        (name, partial(resume_layout, name, folder, without.get(name)))
         for name in (LAYOUTS if proofs else IN_MAKE_TEST)
-    }
+    )
     for stage in STAGES if proofs else (1, 3):
         jobs[f"order {stage}"] = partial(order_of_each_key, stage)
     return run_jobs(WORLD, jobs)

@@ -17,7 +17,7 @@ from megatron_ds.config import Config
 from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, config_of, scheduled_plans
-from tests.dist.rank_jobs import JobResults, run_jobs, selected, training
+from tests.dist.rank_jobs import JobResults, Jobs, run_jobs, selected, training
 from tests.dist.reference import Run, Samples, train_reference
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
@@ -100,8 +100,8 @@ def use_deepspeed_boundary(ds_engine: Any) -> None:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     names = [params["name"] for _, params in selected(request) if "name" in params]
-    jobs = {}
-    for name in names:
+    jobs = Jobs()
+    for name in dict.fromkeys(names):
         config, plans = config_and_plans(name)
         jobs[name] = training(config, plans, SAMPLES, tensors_of={1, len(plans)})
     config, plans = config_and_plans("ramp-up zero1")

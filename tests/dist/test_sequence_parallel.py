@@ -18,6 +18,7 @@ from tests.dist.parity_cases import Case, reference_of, train_alone
 from tests.dist.rank_jobs import (
     Job,
     JobResults,
+    Jobs,
     case_training,
     run_by_world,
     selected,
@@ -54,13 +55,15 @@ def job(case: Case, *, shard: bool = True, probe: Any = check_shapes, **changes:
     return case_training(case, probe if shard else None, parallel=parallel, **changes)
 
 
-def jobs(names: Iterable[str]) -> dict[str, Job]:
+def jobs(names: Iterable[str]) -> Jobs:
     """The trainings on two ranks other than `CASES`, with those of hidden dropout."""
-    found = {
-        "dropout": job(LEARNED, model=DROPOUT),
-        "replicated": job(LEARNED, model=DROPOUT, shard=False),
-        "documents": job(PACKED),
-    }
+    found = Jobs(
+        {
+            "dropout": job(LEARNED, model=DROPOUT),
+            "replicated": job(LEARNED, model=DROPOUT, shard=False),
+            "documents": job(PACKED),
+        }
+    )
     for name in names:
         changes = HIDDEN_DROPOUT_CASES[name]
         probe = check_shapes if name != "compiled" else use_torch_random_numbers
@@ -71,12 +74,13 @@ def jobs(names: Iterable[str]) -> dict[str, Job]:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     """What the selected tests need."""
-    needed: dict[int, dict[str, Job]] = {2: {}, 4: {}}
-    for test, params in selected(request):
-        if test == test_layout_equals_one_process.__name__:
-            needed[params["case"].world][params["case"].name] = job(params["case"])
-        else:
-            needed[2] |= jobs([params["name"]] if "name" in params else [])
+    tests = list(selected(request))
+    cases = [params["case"] for _, params in tests if "case" in params]
+    needed = {2: Jobs(), 4: Jobs()}
+    for case in cases:
+        needed[case.world][case.name] = job(case)
+    if len(cases) < len(tests):
+        needed[2] |= jobs(dict.fromkeys(params["name"] for _, params in tests if "name" in params))
     return run_by_world(needed)
 
 

@@ -26,8 +26,8 @@ from tests.dist.compare import differences, differing_bits
 from tests.dist.engine_harness import Meshes, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, train_alone
 from tests.dist.rank_jobs import (
-    Job,
     JobResults,
+    Jobs,
     case_training,
     run_by_world,
     selected,
@@ -142,7 +142,8 @@ OTHER_JOBS = {
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     """The jobs of the selected tests, on one set of two ranks and one of four."""
-    jobs = {name: case_training(case) for name, case in LAYOUTS.items()} | {
+    jobs = Jobs((name, case_training(case)) for name, case in LAYOUTS.items())
+    jobs |= {
         "heads": exchange_heads,
         "recorded": train_recording_masks,
         "dropout": case_training(DROPPING),
@@ -151,11 +152,11 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
             config_of(HALF_MASKED), plans_of(HALF_MASKED), SAMPLES.with_masked_half()
         ),
     }
-    needed: dict[int, dict[str, Job]] = {}
+    needed: dict[int, Jobs] = {}
     for test, params in selected(request):
         for name in OTHER_JOBS.get(test) or (params["name"],):
             world = LAYOUTS[name].world if name in LAYOUTS else 2
-            needed.setdefault(world, {})[name] = jobs[name]
+            needed.setdefault(world, Jobs()).setdefault(name, jobs[name])
     return run_by_world(needed)
 
 

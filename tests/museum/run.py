@@ -26,11 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 from tests.museum.frame import NOT_SHOWN, SHOWN  # noqa: E402 (the repository is on the path now)
+from tests.tables import UniqueNames, parse_tables  # noqa: E402
 
 MUSEUM = Path(__file__).parent
 INSTALLED = REPOSITORY / "build" / "museum"
@@ -95,14 +94,14 @@ class Exhibit:
 
 def exhibits() -> list[Exhibit]:
     """All exhibits, by package and in the order of its file."""
-    result = []
+    result = UniqueNames[Exhibit]()
     for path in sorted((MUSEUM / "exhibits").glob("*.yaml")):
-        file = yaml.safe_load(path.read_text(encoding="utf-8"))
+        file = parse_tables(path.read_text(encoding="utf-8"))
         beside = {version: tuple(names) for version, names in file.get("beside", {}).items()}
         for name, entry in file["exhibits"].items():
             values = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()}
-            result.append(Exhibit(name, file["package"], beside=beside, **values))
-    return result
+            result[name] = Exhibit(name, file["package"], beside=beside, **values)
+    return list(result.values())
 
 
 def read_results() -> dict[str, dict[str, Result]]:

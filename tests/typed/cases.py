@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ds.config import Config, support_matrix
 from tests.dist.layouts import RunLayout, configure
-from tests.tables import tables
+from tests.tables import UniqueNames, tables
 from tests.typed.runs import check_stage, fake_mesh
 
 SHAPE: dict[str, Any] = {
@@ -90,7 +90,7 @@ ALL = "all, stages"
 
 
 def _further() -> dict[str, tuple[RunLayout, dict[str, Any]]]:
-    cases = {}
+    cases = UniqueNames[tuple[RunLayout, dict[str, Any]]]()
     for part, table in PARTS.items():
         changes = {group: values for group, values in table.items() if group != "layout"}
         for name, values in LAYOUTS.items():

@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("spmd_types", reason="needs spmd_types")
 
 from tests.dist.layouts import covering, name_of
+from tests.tables import UniqueNames
 from tests.typed import cases
 
-RUNS = {name_of(run): run for run in covering()}
+RUNS = UniqueNames((name_of(run), run) for run in covering())
 
 
 @pytest.mark.proof

@@ -170,7 +170,11 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("code", "value", "damage"), DAMAGES)
+@pytest.mark.parametrize(
+    ("code", "value", "damage"),
+    DAMAGES,
+    ids=[f"{n}: {code}, {value}" for n, (code, value, _) in enumerate(DAMAGES)],
+)
 def test_load_falls_back_to_the_checkpoint_before_a_damaged_one(
     code: str,
     value: str,

@@ -96,7 +96,11 @@ def facts_of(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command["sources"][0][-60:])
+@pytest.mark.parametrize(
+    "command",
+    COMMANDS,
+    ids=[f"{n}: {command['sources'][0][-60:]}" for n, command in enumerate(COMMANDS)],
+)
 def test_command_starts_as_it_was_meant_or_is_refused_for_a_listed_reason(
     command: dict[str, Any], folder: Path
 ) -> None:

@@ -71,6 +71,7 @@ def interrupt_replacement(folder: Path) -> None:
         lambda folder: shutil.rmtree(folder / "global_step3"),  # the pointers remain
         lambda folder: (folder / "global_step3" / "run.json").write_text("{"),
     ],
+    ids=["interrupted replacement", "no checkpoint", "damaged settings"],
 )
 def test_a_lost_or_damaged_checkpoint_is_not_replaced_by_pretrained_weights(
     change: Callable[[Path], object], pretrained: Path, checkpoints: Any, folder: Path

@@ -58,7 +58,9 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: repr(line[-40:])[2:-1])
+@pytest.mark.parametrize(
+    "line", LINES, ids=[f"{n}: {repr(line[-40:])[2:-1]}" for n, line in enumerate(LINES)]
+)
 def test_both_parsers_agree(line: bytes) -> None:
     both(line)
 
