@@ -33,6 +33,12 @@ def prepare(settings: Settings) -> None:
     _experts(settings)
     _blend(settings)
     _gradients(settings)
+    decay = settings.number("weight_decay", keeps=True)
+    if settings.get("optimizer.type") == "cpu_torch_adam" and decay:
+        settings.differences.append(
+            f"optimizer cpu_torch_adam: torch.optim.Adam adds weight_decay {decay:g} to the "
+            "gradients there; here it is decoupled, as AdamW has it"
+        )
 
 
 def feed_forward_size(width: int, multiple: int, *, gated: bool) -> tuple[int, int]:
