@@ -141,7 +141,8 @@ def write_hf(
     if publication is not None and lost:
         warn(Problem("hf-export-loses", path=publication.path, lost="; ".join(lost)))
     with output_folder(folder) as temporary:
-        tokenizer = hf_tokenizer.tokenizer_files(source.settings, model_type, warn)
+        data = None if source.native is None else source.native.run.config.get("data")
+        tokenizer = hf_tokenizer.tokenizer_files(source.settings, model_type, warn, data)
         special = hf_tokenizer.special_ids(
             source.settings, SPECIAL_IDS, model_type, tokenizer.special_ids
         )

@@ -6,6 +6,7 @@ is. It is read back and compared with the tokenizer of the run.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import TokenizerConfig
+from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.model_settings import ModelSettings
+from megatron_ds.data.validation import CHECKED_DOCUMENTS, DataFiles
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.export.library import ExportedTokenizer, prefix_space
 from megatron_ds.tokenizer.export.probe import check_export, first_difference
@@ -77,7 +79,10 @@ def special_ids(
 
 
 def tokenizer_files(
-    settings: ModelSettings, model_type: str, warn: Callable[[Problem], None]
+    settings: ModelSettings,
+    model_type: str,
+    warn: Callable[[Problem], None],
+    data: Mapping[str, Any] | None = None,
 ) -> TokenizerFiles:
     """The files of a tokenizer, whose ids have been compared with the ones of the run.
 
@@ -85,6 +90,7 @@ def tokenizer_files(
         settings: The settings of the model, with its tokenizer.
         model_type: The family to write.
         warn: Called if there is no tokenizer, or some texts get other ids.
+        data: Values by field of `DataConfig` of the training run; None for another model.
 
     Raises:
         UserError: If the exported tokenizer would give other ids for ordinary text.
@@ -108,7 +114,14 @@ def tokenizer_files(
         warn(Problem("hf-tokenizer-unchecked", path=config.tokenizer_model, why=str(error)))
         return TokenizerFiles(copies)
     begins = tokenizer.adds_bos or config.tokenizer_type == "Llama2Tokenizer"
-    files = _files(config, exported, copies, begins=begins)
+    if is_hf and tokenizer.bos is not None and data is not None:
+        first = first_token(data)
+        if first is not None:
+            begins = first == tokenizer.bos
+        elif begins:
+            warn(Problem("hf-begin-token-unknown", token=exported.special["bos_token"]))
+    has_template = is_hf and begins == tokenizer.adds_bos
+    files = _files(config, exported, copies, begins=begins, has_template=has_template)
     ids = {
         f"{role}_id": exported.library.token_to_id(token)
         for role, token in exported.special.items()
@@ -122,6 +135,36 @@ def tokenizer_files(
     if name := CLASS_OF_FAMILY.get(model_type):
         _check_class(tokenizer, files, model_type, name, warn)
     return TokenizerFiles(files, ids)
+
+
+def first_token(data: Mapping[str, Any]) -> int | None:
+    """The token with which the documents of a run begin.
+
+    Args:
+        data: Values by field of `DataConfig` of the run.
+
+    Returns:
+        None if the files cannot be read here; -1 if the documents begin with several tokens.
+    """
+    known = {item.name for item in dataclasses.fields(DataConfig)}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in data.items()
+        if name in known
+    }
+    first = set()
+    try:
+        files = DataFiles(DataConfig(**values))
+        for prefix in files.train_prefixes:
+            if not Path(f"{prefix}.idx").is_file():
+                return None
+            file = files.open(prefix)
+            starts, ends = file.document_index[:-1], file.document_index[1:]
+            sequences = starts[ends > starts][:CHECKED_DOCUMENTS]
+            first |= {int(file.get(int(at))[0]) for at in sequences if file.lengths[at] > 0}
+    except (UserError, OSError):
+        return None
+    return (first.pop() if len(first) == 1 else -1) if first else None
 
 
 def _vocab_size(settings: ModelSettings) -> int | None:
@@ -156,15 +199,17 @@ def _files(
     copies: Mapping[str, bytes],
     *,
     begins: bool,
+    has_template: bool,
 ) -> dict[str, bytes]:
     """The copies, with a tokenizer.json of the exported tokenizer and its settings.
 
-    A tokenizer.json and settings that mean the same already are left as they are.
+    A tokenizer.json and settings that mean the same already are left as they are, if their template
+    puts the begin token before texts as the run did (`has_template`).
     """
     begin = exported.special["bos_token"] if begins else None
     content = exported.to_json(begin)
     original: dict[str, Any] = json.loads(copies[SETTINGS]) if SETTINGS in copies else {}
-    is_kept = JSON in copies and _same_tokenizer(copies[JSON], content)
+    is_kept = has_template and JSON in copies and _same_tokenizer(copies[JSON], content)
     known = {"tokenizer_class": PLAIN_CLASS}
     if is_kept:
         content = copies[JSON].decode()

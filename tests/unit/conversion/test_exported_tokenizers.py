@@ -19,8 +19,10 @@ from megatron_ds.tokenizer.fast_backend import EDGES
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
 from tests.problems import raises_problem
 from tests.tables import tables
+from tests.token_files import write_pair
 from tests.unit.conversion.models import SMALL
 from tests.unit.tokenizer.test_golden import FOLDER
+from tests.unit.tokenizer.test_hf_settings import make_folder
 from tests.unit.tokenizer.test_sentencepiece import trained
 
 CASES: dict[str, dict[str, Any]] = tables(__file__)["cases"]
@@ -41,14 +43,17 @@ def config_of(name: str, folder: Path) -> TokenizerConfig:
 
 
 def exported(
-    config: TokenizerConfig, folder: Path, model_type: str = "llama"
+    config: TokenizerConfig,
+    folder: Path,
+    model_type: str = "llama",
+    data: dict[str, Any] | None = None,
 ) -> tuple[Tokenizer, TokenizerFiles, list[Problem]]:
     """Writes the files of a tokenizer, and config.json, to a new folder."""
     tokenizer = build_tokenizer(config)
     model = ModelConfig(**{**SMALL, "vocab_size": tokenizer.vocab_size})
     settings = ModelSettings.of(model, settings_without_experts(), config, tokenizer.eod)
     warnings: list[Problem] = []
-    files = tokenizer_files(settings, model_type, warnings.append)
+    files = tokenizer_files(settings, model_type, warnings.append, data)
     folder.mkdir()
     for name, content in files.files.items():
         (folder / name).write_bytes(content)
@@ -122,6 +127,29 @@ def test_other_ids_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sentencepiece_model, "_spaces", lambda model: [])
     with raises_problem("exported-tokenizer-differs", contains="ids"):
         exported(config_of("unigram", tmp_path), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("begins", [True, False, None])
+def test_texts_begin_with_the_token_that_documents_of_the_run_have(
+    begins: bool | None, tmp_path: Path
+) -> None:
+    """The folder's own template has the begin token."""
+    theirs = make_folder(tmp_path / "theirs", "begin")
+    config = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(theirs))
+    bos = build_tokenizer(config).bos
+    assert bos is not None
+    first = [bos] if begins else []
+    if begins is not None:
+        write_pair(tmp_path / "data", [[*first, 5, 6], [*first, 7]])
+    data = {"data_path": [str(tmp_path / "data")]}
+    tokenizer, _, warnings = exported(config, tmp_path / "hf", data=data)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert loaded("the")["input_ids"] == [bos][: begins is not False] + tokenizer.encode("the")
+    assert [problem.code for problem in warnings] == ["hf-begin-token-unknown"] * (begins is None)
+    again = build_hf_tokenizer(str(tmp_path / "hf"), trust_remote_code=False)
+    assert (again.adds_bos, again.bos) == (begins is not False, bos)
+    written = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert ("add_bos_token" in written) == (begins is False)
 
 
 def test_a_folder_without_a_class_gets_one(tmp_path: Path) -> None:
