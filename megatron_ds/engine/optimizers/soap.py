@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_ds.engine.optimizers.distributed_matrices import MatrixShard
 from megatron_ds.engine.optimizers.matrix_optimizer import MatrixOptimizer, Rows
+
+SAME_EIGENVALUE = 1e-6
+"""Relative difference up to which two estimates in fp32 do not tell which eigenvalue is larger."""
 
 
 class SOAP(MatrixOptimizer):
@@ -20,7 +24,7 @@ class SOAP(MatrixOptimizer):
         v = beta2 v + (1 - beta2) (Q^T g)^2
         w = (1 - lr weight_decay) w - lr Q (Q^T m' / (sqrt(v') + eps))    m', v': without bias
         L = shampoo_beta L + (1 - shampoo_beta) g g^T
-        Q = QR(L Q) every few steps, its columns in the order of the eigenvalues, and v with them
+        Q = QR(L Q) every few steps, its columns by `eigenvalue_order`, and v with them
 
     As in the paper, the first step sets L and its eigenvectors alone. L and Q are square, at most
     as large as the matrix: they are in the corner of states that have its shape.
@@ -70,8 +74,29 @@ class SOAP(MatrixOptimizer):
             basis.copy_(torch.linalg.eigh(factor).eigenvectors.flip(-1))
         elif steps % self._frequency == 0:
             product = factor @ basis
-            order = (basis * product).sum(-2).argsort(descending=True, stable=True)
+            order = eigenvalue_order((basis * product).sum(-2))
             v.copy_(v.gather(-2, order[:, :, None].expand_as(v)))
             product = product.gather(-1, order[:, None].expand_as(product))
             basis.copy_(torch.linalg.qr(product).Q)
         return [m if rows <= columns else m.mT, squares, preconditioners, bases]
+
+
+def eigenvalue_order(estimates: Tensor) -> Tensor:
+    """The order of eigenvectors by descending eigenvalues, where neighbours keep their places.
+
+    Rounding differs between layouts, and decides which of two nearly equal estimates is larger.
+    An estimate that is within `SAME_EIGENVALUE` of the next larger one is in the same group as it,
+    and the columns of a group stay in the order that they have.
+
+    Args:
+        estimates: Of the eigenvalues of each matrix [matrices, columns].
+
+    Returns:
+        The columns in their new order [matrices, columns].
+    """
+    descending = estimates.argsort(dim=-1, descending=True, stable=True)
+    values = estimates.gather(-1, descending)
+    larger, smaller = values[..., :-1], values[..., 1:]
+    is_apart = larger - smaller > SAME_EIGENVALUE * larger.abs()
+    groups = functional.pad(is_apart.cumsum(-1), (1, 0))
+    return torch.empty_like(groups).scatter_(-1, descending, groups).argsort(dim=-1, stable=True)

@@ -21,7 +21,7 @@ from megatron_ds.engine.optimizers.distributed_matrices import (
     assign_owners,
 )
 from megatron_ds.engine.optimizers.muon import COEFFICIENTS, Muon, iterations, orthogonalize
-from megatron_ds.engine.optimizers.soap import SOAP
+from megatron_ds.engine.optimizers.soap import SOAP, eigenvalue_order
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.weights import ShardSpec
 from tests.dist.reference import Soap
@@ -214,6 +214,28 @@ def test_soap_is_adam_in_the_eigenbasis_of_the_smaller_side(rows: int) -> None:
             if update is not None:
                 expected = expected * (1 - 0.02 * 0.1) - 0.02 * update
         torch.testing.assert_close(found[part].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimates", "order"),
+    [
+        ([1.0, 3.0, 2.0], [1, 2, 0]),
+        ([1.0, 1.0 + 5e-7, 2.0], [2, 0, 1]),
+        ([1.0, 1.0 + 5e-6, 2.0], [2, 1, 0]),
+        ([1e-9, 1.000002e-9, 2e-9, 1.0], [3, 2, 1, 0]),
+        ([0.5, 0.0, -0.0, 0.0, 1.0], [4, 0, 1, 2, 3]),
+        ([1.0, 1.0 + 8e-7, 1.0 + 16e-7], [0, 1, 2]),  # each within 1e-6 of the next
+    ],
+)
+def test_soap_leaves_columns_with_nearly_equal_estimates_in_place(
+    estimates: list[float], order: list[int]
+) -> None:
+    """Claim (precision): SOAP sorts its eigenbasis by estimates of the eigenvalues, of which two
+    within a relative 1e-6 do not change places, whatever rounding makes of them"""
+    generator, values = torch.Generator().manual_seed(1), torch.tensor([estimates] * 50)
+    moved = values * (1 + 6e-8 * torch.randn(values.shape, generator=generator))
+    for found in (*eigenvalue_order(values), *eigenvalue_order(moved)):
+        assert found.tolist() == order
 
 
 def test_unit_rms_scale_follows_the_aspect_ratio() -> None:
