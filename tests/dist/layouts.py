@@ -130,13 +130,16 @@ def plans_of(run: RunLayout, config: Config) -> list[StepPlan]:
     return scheduled_plans(config, int(run["world"]), STEPS)
 
 
-def reference_of(run: RunLayout, steps: int, replay: Replay | None = None) -> Run:
+def reference_of(
+    run: RunLayout, steps: int, replay: Replay | None = None, moved: int | None = None
+) -> Run:
     """The first steps of one process without DeepSpeed, in fp32.
 
     Args:
         run: The layout.
         steps: Number of steps.
         replay: Decides as the run did. None: the reference decides.
+        moved: As for `train_reference`.
     """
     names = ("model", "optimizer", "documents", "curriculum", "dropout", "schedule")
     kept = {axis: run[axis] for axis in names}
@@ -146,7 +149,7 @@ def reference_of(run: RunLayout, steps: int, replay: Replay | None = None) -> Ru
         kept["experts"], size = "replicated", _micro_batch_size(run)
     # A replay is of one run, of which nothing is kept.
     train = _train_reference if replay is None else _train_reference.__wrapped__
-    return train(tuple(kept.items()), size, steps, replay)
+    return train(tuple(kept.items()), size, steps, replay, moved)
 
 
 @functools.cache
@@ -155,13 +158,14 @@ def _train_reference(
     micro_batch_size: int | None,
     steps: int,
     replay: Replay | None,
+    moved: int | None,
 ) -> Run:
     run = {axis: axis_.default for axis, axis_ in support_matrix.AXES.items()}
     run |= {"world": "1", "accumulation": "1", **dict(values)}
     config, problems = configure(run)
     assert problems == []
     plans = plans_of(run, config)[:steps]
-    return train_reference(config, samples_of(run), plans, micro_batch_size, replay)
+    return train_reference(config, samples_of(run), plans, micro_batch_size, replay, moved=moved)
 
 
 def has_decisions(run: RunLayout) -> bool:

@@ -219,7 +219,13 @@ def train_alone(case: Case, replay: Replay | None = None) -> Run:
 
 
 @functools.cache
-def reference_of(model: str, optimizer: str) -> Run:
-    """The run of one process, which all layouts of a model and an optimizer share."""
+def reference_of(model: str, optimizer: str, moved: int | None = None) -> Run:
+    """The run of one process, which all layouts of a model and an optimizer share.
+
+    Args:
+        model: Name of the model.
+        optimizer: Name of the optimizer.
+        moved: As for `train_reference`.
+    """
     case = Case(1, 0, 1, 1, model, optimizer)
-    return train_reference(config_of(case), SAMPLES, plans_of(case))
+    return train_reference(config_of(case), SAMPLES, plans_of(case), moved=moved)

@@ -17,7 +17,7 @@ from torch._inductor import config as inductor
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import StepPlan
-from tests.dist.compare import differences
+from tests.dist.compare import MovedRuns, differences
 from tests.dist.engine_harness import EngineProbe, Meshes, prepare, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, samples_of
 from tests.dist.reference import Run, Samples
@@ -97,10 +97,19 @@ class JobResults:
             pytest.fail("\n".join([f"{name} did not finish", *failures]))
         return self.results[name]
 
-    def differences(self, name: str, reference: Run) -> list[str]:
-        """How a training differs from a run of one process, on any rank."""
-        runs = enumerate(self.of(name))
-        return [f"rank {n}: {each}" for n, run in runs for each in differences(run, reference)]
+    def differences(self, name: str, reference: Run, moved: MovedRuns | None = None) -> list[str]:
+        """How a training differs from a run of one process, on any rank.
+
+        Args:
+            name: Name of the job.
+            reference: The run of one process.
+            moved: As for `compare.differences`.
+        """
+        return [
+            f"rank {rank}: {difference}"
+            for rank, run in enumerate(self.of(name))
+            for difference in differences(run, reference, moved=moved)
+        ]
 
 
 def run_jobs(world: int, jobs: Jobs) -> JobResults:

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ from tests.unit.model.dense import computed_by, dense_flex
 
 EOD = 7
 """Token that ends a document."""
+ROUNDING = 6e-8
+"""Relative error of a number that is rounded to fp32: 2^-24."""
 Tensors = dict[str, torch.Tensor]
 """Full tensors in fp32 by canonical name."""
 
@@ -147,6 +150,8 @@ def train_reference(
     plans: list[StepPlan],
     micro_batch_size: int | None = None,
     replay: Replay | None = None,
+    *,
+    moved: int | None = None,
 ) -> Run:
     """Trains the plans' steps in this process, in fp32.
 
@@ -157,16 +162,10 @@ def train_reference(
         micro_batch_size: Samples of a forward pass, which share a dropout mask; None: all of a
             step. With masked tokens only all of them give the mean over the step.
         replay: Decides instead of the model. None: the model decides.
+        moved: Seed of a start that is moved by rounding. None: the start of the seed.
     """
     rng = RngStreams(0)
-    model = GPTModel(
-        config.model,
-        mesh=Mesh.single(),
-        rng=rng,
-        seed=config.runtime.seed,
-        attention=dense_attention(config),
-        moe=config.moe,
-    )
+    model = _model_of(config, rng, moved)
     named = dict(model.named_parameters())
     optimizer = _optimizer(config.optimizer, config.model, named)
     logits = _LogitsOf(model) if config.optimizer.qk_clip else None
@@ -208,6 +207,24 @@ def train_reference(
             update_biases(routers_with_bias(model), Mesh.single().dp, is_applied=True)
             run.weights.append(_copy(named))
     return run
+
+
+def _model_of(config: Config, rng: RngStreams, moved: int | None) -> GPTModel:
+    """The model at its start: each weight w, or w (1 + 6e-8 n) with a normal n for each element."""
+    model = GPTModel(
+        config.model,
+        mesh=Mesh.single(),
+        rng=rng,
+        seed=config.runtime.seed,
+        attention=dense_attention(config),
+        moe=config.moe,
+    )
+    if moved is not None:
+        generator = torch.Generator().manual_seed(moved)
+        for p in model.parameters():
+            noise = torch.randn(p.shape, dtype=torch.float64, generator=generator)
+            p.data.copy_(p.double() * (1 + ROUNDING * noise))
+    return model
 
 
 @torch.no_grad()
@@ -398,10 +415,20 @@ class Soap(Muon):
         state["L"] = beta * state["L"] + outer
         if state["t"] % options.soap_precondition_frequency == 0:
             values = (state["Q"].T @ state["L"] @ state["Q"]).diag()
-            order = values.argsort(descending=True)
+            order = self._order_of(values.tolist())
             state["V"] = state["V"][order]
             state["Q"] = torch.linalg.qr(state["L"] @ state["Q"][:, order])[0]
         return step
+
+    def _order_of(self, values: list[float]) -> list[int]:
+        """Descending, but for runs of values that are within 1e-6 of the one before."""
+        order = sorted(range(len(values)), key=lambda index: -values[index])
+        groups = [[order[0]]]
+        for before, index in itertools.pairwise(order):
+            if values[before] - values[index] > 1e-6 * abs(values[before]):
+                groups.append([])
+            groups[-1].append(index)
+        return [index for group in groups for index in sorted(group)]
 
 
 POLAR_EXPRESS = [

@@ -13,6 +13,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.dist.layouts import RunLayout, name_of
 from tests.dist.offload_harness import WITHOUT_LIBAIO, swapping
 from tests.dist.rank_jobs import Job, JobResults, Jobs, run_by_world, selected, training
 from tests.dist.recorded import Replay
+from tests.dist.reference import Run
 from tests.problems import codes
 from tests.tables import UniqueNames
 
@@ -96,10 +98,16 @@ def check(stepped: Stepped, outcomes: JobResults) -> list[str]:
     name, run = stepped.name, stepped.run
     results = outcomes.of(stepped.key)
     is_exact = run["precision"] == "fp32"
-    compare = differences if is_exact else differences_in_half_precision
-    replay = None
-    if layouts.has_decisions(run):
-        replay = Replay([each.recorded for each in results])
+
+    def replayed() -> Replay | None:
+        has_decisions = layouts.has_decisions(run)
+        return Replay([each.recorded for each in results]) if has_decisions else None
+
+    def moved(seed: int) -> Run:
+        return layouts.reference_of(run, stepped.steps, replayed(), seed)
+
+    compare = partial(differences, moved=moved) if is_exact else differences_in_half_precision
+    replay = replayed()
     reference = layouts.reference_of(run, stepped.steps, replay)
     found = [
         f"{name}, rank {rank}: {difference}"
