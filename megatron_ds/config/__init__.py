@@ -183,6 +183,7 @@ class Config:
             names = self.given | changed
             yield from map(self.with_origin, ineffective(group, names, self._values))
         yield from self.data.warnings()
+        yield from self.optimizer.warnings()
 
     def with_origin(self, problem: Problem) -> Problem:
         """Add to a problem where the values of its fields come from, other than from flags."""

@@ -108,8 +108,9 @@ class EvalRecord(Record):
 
     @property
     def ppl(self) -> float:
-        """Perplexity; its exponent is limited to 20, as in Megatron, to stay printable."""
-        return math.exp(min(20.0, self.loss))
+        """Perplexity; its exponent is limited to 20, as in Megatron, to stay printable. nan for a
+        loss of nan."""
+        return math.nan if math.isnan(self.loss) else math.exp(min(20.0, self.loss))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ decides whether a step is skipped, and all ranks get the same result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,9 @@ from megatron_ds.launch.ranks.launched_hosts import ranks_text
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 
+LAST = 10
+"""Steps skipped in a row at the end of a run, after which it has not finished as it should."""
+
 
 class SkippedSteps:
     """Counts consecutive skipped steps. Every rank makes the same calls.
@@ -31,7 +34,7 @@ class SkippedSteps:
 
     def __init__(self, config: PrecisionConfig, engine: ZeroEngine) -> None:
         self._config, self._engine = config, engine
-        self._count = self._steps = 0
+        self._count = self._steps = self._skipped = 0
         self._norms: list[tuple[str, torch.Tensor]] = []
 
     @property
@@ -44,10 +47,31 @@ class SkippedSteps:
         """Whether the last step was, unless it was a spike."""
         return self._count > 0
 
-    @property
-    def all_were_skipped(self) -> bool:
-        """Whether there were steps and all were skipped."""
-        return 0 < self._steps == self._count
+    def problem_at_the_end(self, first: int, losses: Sequence[float]) -> Problem | None:
+        """Why a run that reached its end has not learned to its end, if so.
+
+        A loss scale that is too high skips one step now and then: at least half of the steps, or
+        LAST of them, must have been skipped in a row at the end.
+
+        Args:
+            first: The first iteration.
+            losses: The last losses of the validation.
+        """
+        if not self._steps:
+            return None
+        if self._steps == self._count:
+            return Problem("all-steps-skipped", first=first)
+        is_finite = all(map(math.isfinite, losses))
+        is_skipping = self._count >= LAST or self._steps <= 2 * self._count
+        if is_finite and not is_skipping:
+            return None
+        parts = []
+        if self._skipped:
+            last = f", the last {self._count} in a row" if self._count > 1 else ""
+            parts.append(f"{self._skipped} of {self._steps} steps were skipped{last}")
+        if not is_finite:
+            parts.append("the validation loss is not finite")
+        return Problem("steps-skipped-at-the-end", what="; ".join(parts))
 
     @contextmanager
     def record_gradients(self, *, always: bool = False) -> Iterator[None]:
@@ -71,6 +95,7 @@ class SkippedSteps:
     def limit_reached(self, result: StepResult) -> bool:
         """Counts a step. Returns whether the run must end, the same on all ranks."""
         self._steps += 1
+        self._skipped += result.skipped
         self._count = self._count + 1 if result.skipped and not result.is_spike else 0
         limit = self._config.max_consecutive_skipped_steps
         return limit > 0 and (self._count >= limit or result.loss_scale_exhausted)

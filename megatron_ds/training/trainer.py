@@ -127,8 +127,10 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_end(self.state)
             self.metrics.close()
-        if stop is None and self.skips.all_were_skipped:
-            output.warn_on_rank(Problem("all-steps-skipped", first=self.first_iteration))
+        losses = [result.loss for result in self._validation[1].values()]
+        problem = self.skips.problem_at_the_end(self.first_iteration, losses)
+        if stop is None and problem is not None:
+            output.warn_on_rank(problem)
             return ExitCode.SKIPPED_STEPS
         return ExitCode.FINISHED if stop is None else stop.code
 

@@ -122,6 +122,11 @@ class OptimizerConfig:
         """The values of --param-group."""
         return [ParamGroup.parse(text) for text in self.param_group or ()]
 
+    def warnings(self) -> Iterator[Problem]:
+        """Warn of a rate that is most likely a typing error, such as 3e4 for 3e-4."""
+        if self.optimizer != "sgd" and self.lr > 1:
+            yield Problem("learning-rate-above-one", settings=self)
+
     def problems(self) -> Iterator[Problem]:
         """Check that a scheduled weight decay has a start and an end, and an embedding's a base."""
         rates = {"lr": self.lr, "weight_decay": self.weight_decay}

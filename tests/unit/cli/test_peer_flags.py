@@ -109,7 +109,7 @@ def test_every_flag_of_the_peers_is_known() -> None:
 
 
 def test_no_ignored_flag_changes_what_is_learned() -> None:
-    """Claim (command-line): each flag that training ignores says what it changes in its own program:
+    """Claim (command-line): each flag that training ignores says what it changes in its program:
     only those that are listed apart, with what is done here instead, change numbers there"""
     table = training_flags()
     ignored = [flag for flag in table.foreign if flag.outcome == "ignored"]

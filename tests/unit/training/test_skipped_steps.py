@@ -115,3 +115,29 @@ def test_weights_that_are_not_finite_are_the_cause(
     assert printed_codes(str(error)) == [code]
     assert ("final_norm.bias of rank 1" in str(error)) == is_named
     assert ("a longer warm-up" in str(error)) != is_named
+
+
+@pytest.mark.parametrize(
+    ("results", "is_finite", "code", "shown"),
+    [
+        ([GOOD] * 5 + [SKIPPED], True, None, ""),
+        ([SKIPPED] * 9 + [GOOD], True, None, ""),
+        ([], False, None, ""),
+        ([SKIPPED] * 3, True, "all-steps-skipped", ""),
+        ([GOOD] * 2 + [SKIPPED] * 10, False, "steps-skipped-at-the-end", "10 of 12"),
+        ([GOOD] * 100 + [SKIPPED] * 10, True, "steps-skipped-at-the-end", "10 of 110"),
+        ([GOOD, SKIPPED], True, "steps-skipped-at-the-end", "1 of 2"),
+        ([GOOD] * 5, False, "steps-skipped-at-the-end", "validation"),
+    ],
+)
+def test_a_run_that_stopped_learning_has_not_finished(
+    results: list[StepResult], is_finite: bool, code: str | None, shown: str
+) -> None:
+    """Claim (non-finite): a run that ends with skipped steps or with a validation loss that is not
+    finite says so and has a status of its own"""
+    counted = skips()
+    for result in results:
+        counted.limit_reached(result)
+    problem = counted.problem_at_the_end(1, [2.0, 3.0 if is_finite else math.nan])
+    assert (problem and problem.code) == code
+    assert problem is None or shown in problem
