@@ -15,6 +15,7 @@ import torch
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.launch.ranks.launched_hosts import ranks_text
 from megatron_ds.parallel.collectives import gather_objects
@@ -46,6 +47,17 @@ class SkippedSteps:
     def last_was_skipped(self) -> bool:
         """Whether the last step was, unless it was a spike."""
         return self._count > 0
+
+    def code_at_the_end(self, first: int, losses: Sequence[float]) -> ExitCode:
+        """The status of a run that reached its end, after a warning if it stopped learning before.
+
+        See `problem_at_the_end` for the arguments.
+        """
+        problem = self.problem_at_the_end(first, losses)
+        if problem is None:
+            return ExitCode.FINISHED
+        output.warn_on_rank(problem)
+        return ExitCode.SKIPPED_STEPS
 
     def problem_at_the_end(self, first: int, losses: Sequence[float]) -> Problem | None:
         """Why a run that reached its end has not learned to its end, if so.

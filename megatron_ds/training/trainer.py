@@ -127,12 +127,10 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_end(self.state)
             self.metrics.close()
+        if stop is not None:
+            return stop.code
         losses = [result.loss for result in self._validation[1].values()]
-        problem = self.skips.problem_at_the_end(self.first_iteration, losses)
-        if stop is None and problem is not None:
-            output.warn_on_rank(problem)
-            return ExitCode.SKIPPED_STEPS
-        return ExitCode.FINISHED if stop is None else stop.code
+        return self.skips.code_at_the_end(self.first_iteration, losses)
 
     def _train(self, stop: StopDecision | None) -> StopDecision | None:
         """Trains until the last iteration, or until there is a reason to stop, which it returns."""
