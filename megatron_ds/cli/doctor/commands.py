@@ -5,7 +5,6 @@ Owns which program a command starts and on how many processes. Knows no torch.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
@@ -21,7 +20,10 @@ from megatron_ds.cli.doctor.frameworks import (
     translate_values,
 )
 from megatron_ds.cli.doctor.sandbox import execute
-from megatron_ds.cli.doctor.shell import NAME, OPENED, SCRIPTS, Reading, Shell, unmarked
+from megatron_ds.cli.doctor.shell import slurm
+from megatron_ds.cli.doctor.shell.marks import NAME, OPENED, unmarked
+from megatron_ds.cli.doctor.shell.reading import LARGEST_FILE, Reading
+from megatron_ds.cli.doctor.shell.shell import SCRIPTS, Shell
 from megatron_ds.cli.doctor.trainer_flags import is_of_trainer, trainer_values
 from megatron_ds.cli.flags import PROGRAM, dashed, training_flags
 from megatron_ds.config.problems import user_error
@@ -29,7 +31,6 @@ from megatron_ds.config.problems import user_error
 TITAN = "torchtitan.train"
 """Module that torchtitan's commands start, whose settings are Python since 2026."""
 TRAINING = re.compile(r"(pre_?train|train|finetune|run_clm|sft)\w*\.py")
-SBATCH = re.compile(r"^#SBATCH +(.*?)(?: +#.*)?$", flags=re.MULTILINE)
 
 
 def read_source(
@@ -53,6 +54,7 @@ def read_source(
     if path.suffix == ".py" and len(words) == 1 and not TRAINING.fullmatch(path.name):
         raise user_error("doctor-python-settings", path=path)
     reading, header = read_script(words, variables)
+    unread = reading.unread
     if executes:
         reading = execute(words, variables)
     commands = commands_of(reading, header, ranks)
@@ -60,8 +62,9 @@ def read_source(
         if any(TITAN in program for program, _ in reading.started):
             raise user_error("doctor-python-settings", path=words[0])
         programs = ", ".join(sorted({started[0] for started, _ in reading.started})) or "nothing"
-        ended = "".join(f" ({entry})" for entry in reading.unread if executes)
-        raise user_error("doctor-no-command", source=words[0], programs=programs + ended)
+        entries = dict.fromkeys([*unread, *reading.unread])
+        listed = "".join(f"\n  - {entry}" for entry in entries) or " nothing"
+        raise user_error("doctor-no-command", source=words[0], programs=programs, unread=listed)
     return commands
 
 
@@ -72,29 +75,42 @@ def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Readin
         shell = Shell("command", variables)
         shell.read(words[0] if len(words) == 1 else shlex.join(words))
         return shell.reading, []
+    shell = Shell(words[0], variables, words[1:])
+    shell.read_job(_script_text(path))
+    return shell.reading, shell.job_options
+
+
+def _script_text(path: Path) -> str:
+    """The text of a script, which is a regular file and not too large.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
     try:
-        text = path.read_text("utf-8")
+        if path.exists() and not path.is_file():
+            raise user_error("doctor-file-unreadable", path=path, reason="it is no regular file")
+        if path.stat().st_size > LARGEST_FILE:
+            limit = f"{LARGEST_FILE} bytes"
+            raise user_error("doctor-script-too-large", location=path, limit=limit)
+        return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise user_error("doctor-file-unreadable", path=path, reason=error) from error
-    header = [word for line in SBATCH.findall(text) for word in shlex.split(line)]
-    counts, of_slurm = _counts(header), tables()["launchers"]["slurm"]
-    known = {name: str(counts[unit]) for name, unit in of_slurm.items() if unit in counts}
-    shell = Shell(words[0], known | variables, words[1:])
-    shell.read(text)
-    return shell.reading, header
 
 
 def commands_of(reading: Reading, header: list[str], ranks: int | None) -> list[TrainingCommand]:
     """The training commands among the programs that a script starts."""
     commands, by_name = [], training_flags().by_name
-    for words, location in reading.started:
+    # A loop that repeats a command trains the same once more.
+    started = {(tuple(words), location): None for words, location in reading.started}
+    for words, location in started:
         names = [os.path.basename(path) for path in words]
         first = next((i for i, name in enumerate(names) if TRAINING.fullmatch(name)), None)
         if first is not None:
-            counts = _counts([*header, *words[:first]])
+            options = reading.job_options.get(location, header)
+            counts = slurm.counts([*options, *words[:first]])
             per_node = counts.get("nodes", 1) * counts.get("per_node", 0)
             size = per_node if "per_node" in counts else counts.get("total")
-            command = TrainingCommand(location, words[:first], [], size or ranks, reading)
+            command = TrainingCommand(location, list(words[:first]), [], size or ranks, reading)
             if names[first] in tables()["programs"]["other"].split():
                 command.lacking.append(f"{names[first]}: another model or loss than {PROGRAM}")
             for word in words[first + 1 :]:
@@ -121,16 +137,3 @@ def shown(word: str) -> str:
         return shlex.quote(word)
     text = unmarked(word)
     return text if NAME.fullmatch(text) or "'" in text else f'"{text}"'
-
-
-def _counts(words: Sequence[str]) -> dict[str, int]:
-    """Nodes, processes of a node and of all, as far as options of launchers specify them."""
-    kinds = tables()["launchers"]["counts"]
-    counts = {}
-    for word, following in itertools.pairwise([*words, ""]):
-        name, equals, value = word.lstrip("-").partition("=")
-        match = re.search(r"(\d+)$", value if equals else following)
-        unit = kinds.get(name.replace("_", "-")) if word.startswith("-") else None
-        if unit:
-            counts[unit] = int(match[1]) if match else 0
-    return counts

@@ -17,7 +17,7 @@ from megatron_ds.cli.command import render
 from megatron_ds.cli.doctor.commands import shown
 from megatron_ds.cli.doctor.counterparts import with_counterparts
 from megatron_ds.cli.doctor.frameworks import TrainingCommand, tables
-from megatron_ds.cli.doctor.shell import NAME, unmarked
+from megatron_ds.cli.doctor.shell.marks import NAME, unmarked
 from megatron_ds.cli.flags import dashed, different_defaults, training_flags
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
 from megatron_ds.config.problems import Problem

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.cli.doctor.shell import Reading
+from megatron_ds.cli.doctor.shell.reading import Reading
 from megatron_ds.cli.doctor.trainers import huggingface, nanotron, neox, primus, torchtitan
 from megatron_ds.cli.doctor.trainers.settings import Settings, is_off, text_of
 from megatron_ds.cli.flags import dashed, training_flags

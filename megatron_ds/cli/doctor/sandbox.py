@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 
 from megatron_ds.cli.doctor.frameworks import tables
-from megatron_ds.cli.doctor.shell import Reading
+from megatron_ds.cli.doctor.shell.reading import Reading
 
 TIME_LIMIT_S = 60.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -13,14 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.cli.doctor import sandbox
+from megatron_ds.cli.doctor import commands, sandbox
 from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
 from megatron_ds.cli.doctor.frameworks import TrainingCommand
-from megatron_ds.cli.doctor.shell import Shell, unmarked
+from megatron_ds.cli.doctor.shell import reading as doctor_reading
+from megatron_ds.cli.doctor.shell.marks import unmarked
+from megatron_ds.cli.doctor.shell.shell import Shell
 from megatron_ds.cli.doctor.tiny import shrink
 from megatron_ds.config import GROUP_OF_FIELD, Config
-from tests.problems import codes
+from tests.problems import codes, raises_problem
 from tests.tables import tables
 from tools import doctor
 
@@ -113,7 +116,102 @@ def test_scripts_that_call_scripts_and_commands_in_one_word(tmp_path: Path) -> N
     assert appended.flags == ["13", "2", "4 5"]
     loop = tmp_path / "loop.sh"
     loop.write_text(f"bash {loop}\ntorchrun pretrain_gpt.py --seed 1\n")
-    assert len(read_source([str(loop)], {}, None)) > 1  # and ends
+    assert "within each other" in read(loop).reading.unread[0]  # and ends
+
+
+@pytest.mark.parametrize("name", TABLES["shell"])
+def test_a_construct_of_the_shell_starts_what_bash_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bash itself is the reference, with programs that record their arguments."""
+    monkeypatch.setattr(sandbox, "TIME_LIMIT_S", 60.0)
+    case, script = TABLES["shell"][name], tmp_path / "run.sh"
+    script.write_text(case["text"])
+    words = [str(script), *case.get("arguments", "").split()]
+    found, executed = (read_source(words, {}, None, executes=each) for each in (False, True))
+    assert [each.flags for each in found] == [each.flags for each in executed]
+    assert [" ".join(each.flags) for each in found] == case["flags"]
+    assert [each.world_size for each in found] == case.get("world_sizes", [None] * len(found))
+    unread = case.get("unread", [])
+    assert len(found[0].reading.unread) == len(unread)
+    for part, entry in zip(unread, found[0].reading.unread, strict=True):
+        assert part in entry
+
+
+@pytest.mark.parametrize("name", TABLES["of_files"])
+def test_a_script_does_not_end_where_that_depends_on_files(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{TABLES['of_files'][name]}\ntorchrun pretrain_gpt.py --seed 1\n")
+    command = read(script)
+    assert command.flags == ["--seed", "1"]
+    assert any("exit 3" in entry and "files" in entry for entry in command.reading.unread)
+
+
+@pytest.mark.parametrize("executes", [False, True])
+def test_the_line_at_which_reading_ended_is_named(executes: bool, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(TABLES["ended"])
+    with raises_problem("doctor-no-command", contains=f"{script}:4: exit 3") as raised:
+        read_source([str(script)], {}, None, executes=executes)
+    assert 'if [ -z "$NAME" ]' in str(raised.problem)
+    assert f"{script}:2: $(date)" in str(raised.problem)
+    (command,) = read_source([str(script)], {"NAME": "x"}, None)
+    assert command.flags == ["--name", "x"]
+
+
+def test_comments_are_read_as_slurm_and_bash_read_them(tmp_path: Path) -> None:
+    script = tmp_path / "run.slurm"
+    script.write_text(TABLES["comments"]["text"])
+    command = read(script)
+    assert command.world_size == 8
+    assert command.flags == TABLES["comments"]["flags"].split()
+    unread = [entry.removeprefix(f"{script}:") for entry in command.reading.unread]
+    assert [entry.partition(":")[0] for entry in unread] == ["5", "20", "19"]
+
+
+@pytest.mark.parametrize("name", TABLES["too_large"])
+def test_a_script_that_grows_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With low limits."""
+    monkeypatch.setattr(doctor_reading, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(doctor_reading, "MOST_STEPS", 100)
+    monkeypatch.setattr(doctor_reading, "MOST_NESTED", 20)
+    monkeypatch.setattr(doctor_reading, "LARGEST_FILE", 400)
+    monkeypatch.setattr(commands, "LARGEST_FILE", 400)
+    script = tmp_path / "run.sh"
+    script.write_text(TABLES["too_large"][name].replace("SELF", str(script)))
+    with raises_problem("doctor-script-too-large", contains=str(script)):
+        read_source([str(script)], {}, None)
+    script.write_text("torchrun pretrain_gpt.py --seed 1\n")
+    assert read(script).flags == ["--seed", "1"]
+
+
+def test_files_that_are_not_regular_or_too_large_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_reading, "LARGEST_FILE", 400)
+    os.mkfifo(tmp_path / "pipe.sh")
+    (tmp_path / "large").write_bytes(bytes(401))
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"source {tmp_path}/pipe.sh\n. {tmp_path}/large\nA=$(cat large)\nB=$(cat /proc/version)\n"
+        "torchrun pretrain_gpt.py --seed 1\n"
+    )
+    command = read(script)
+    assert command.flags == ["--seed", "1"]
+    assert len(command.reading.unread) == 4
+    with raises_problem("doctor-file-unreadable"):
+        read_source([str(tmp_path / "pipe.sh")], {}, None)
+
+
+@pytest.mark.parametrize(
+    "expression", ["9*" * 400 + "9", "-" * 999 + "1", "(" * 400 + "1" + ")" * 400]
+)
+def test_arithmetic_beyond_its_limits_is_not_read(expression: str) -> None:
+    shell = Shell("x", {})
+    shell.read(f"A=$(({expression}))\ntorchrun $A")
+    assert shell.reading.started[0][1] == "x:2"
 
 
 @pytest.mark.parametrize(
@@ -131,13 +229,13 @@ def test_nothing_of_a_script_is_executed_unless_asked(
     marker, script = tmp_path / "marker", tmp_path / "run.sh"
     script.write_text(
         f"touch {marker}\necho text > {tmp_path}/written\nX=$(touch {marker}; echo 3)\n"
-        f"eval 'touch {marker}'\nfor seed in 5; do\n"
+        f"eval 'touch {marker}'\nfor seed in $(seq 5 5); do\n"
         "torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 2 --seed $seed\ndone\n"
         "srun -n 4 bash -c 'deepspeed pretrain_gpt.py --seed 6'\n"
     )
     printed = run_tool(doctor, script, status=1)
     assert {each.name for each in tmp_path.iterdir()} == {"run.sh"}
-    assert f"{script}:5: for seed in 5" in printed.err
+    assert f"{script}:5: for seed in $(seq 5 5)" in printed.err
     assert "--seed 6" in printed.out
     printed = run_tool(doctor, script, "--execute", status=1)
     assert marker.exists()

@@ -1,16 +1,16 @@
 #!/bin/bash
-for node in a b; do
+for node in $(scontrol show hostnames); do
     echo $node
 done
 setup() {
     LAYERS=12
 }
 setup
-case "$MODE" in
+case "$(hostname)" in
   large) LAYERS=48 ;;
   *) LAYERS=24 ;;
 esac
-while true; do break; done
+while read -r line; do echo; done < hosts
 if [ "$(hostname)" = login ]; then
     exit 1
 fi
