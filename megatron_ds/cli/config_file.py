@@ -7,13 +7,13 @@ torch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_ds.cli.flags import Flag, FlagTable, dashed
 from megatron_ds.cli.scan import ParsedLine, Scanner
+from megatron_ds.cli.yaml_size import check_nodes
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.stages import CHANGEABLE, NAME, to_entry
 from megatron_ds.config.yaml_file import DEFAULTS, NOT_WRITTEN
@@ -25,7 +25,6 @@ STAGES = "stages"
 """The field whose values have keys of their own."""
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NULL = ("", "~", "null")
-MOST_VALUES = 100_000
 NUMBERS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """YAML's spellings of floating-point values."""
 UNREADABLE = ("config-file-unreadable", "config-file-empty", "config-file-no-mapping")
@@ -75,7 +74,10 @@ def read_stages(entries: Sequence[str], table: FlagTable, files: ConfigFiles) ->
     reader = _Reader(table.by_field[STAGES].label, table, files)
     try:
         nodes = [yaml.compose(entry, Loader=yaml.BaseLoader) for entry in entries]
-    except (yaml.YAMLError, RecursionError) as error:
+        for node in nodes:
+            if node is not None:
+                check_nodes(node)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         files.problems.append(Problem("stages-unreadable", STAGES, reason=reason))
         files.unreadable.add(STAGES)
@@ -106,7 +108,9 @@ class _Reader:
             with open(self._path, encoding="utf-8") as file:
                 # Plain strings: YAML would make off and no booleans, and 1e-3 a text.
                 root = yaml.compose(file, Loader=yaml.BaseLoader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+            if root is not None:
+                check_nodes(root)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             reason = " ".join(str(error).split())
             name, equals, value = self._path.partition("=")
             if isinstance(error, FileNotFoundError) and equals:
@@ -205,11 +209,7 @@ class _Reader:
             self._files.unreadable |= {flag.field} if flag else set()
             return None
         if isinstance(value, yaml.SequenceNode):
-            words = list(itertools.islice(_scalars(value), MOST_VALUES + 1))
-            if len(words) > MOST_VALUES:  # such as aliases of lists of aliases
-                reason = f"{key.value} has more than {MOST_VALUES} values"
-                self._report(key, Problem("config-file-unreadable", path=self._path, reason=reason))
-            return words[:MOST_VALUES]
+            return list(_scalars(value))
         text = str(value.value)
         if value.style is None and text in NULL:
             return None

@@ -40,11 +40,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.cli.doctor.shell.reading import Reading
+from megatron_ds.cli.doctor.shell.reading import LARGEST_FILE, Reading
 from megatron_ds.cli.doctor.trainers import huggingface, nanotron, neox, primus, torchtitan
 from megatron_ds.cli.doctor.trainers.settings import Settings, is_off, text_of
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
+from megatron_ds.cli.yaml_size import check_nodes, check_values
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import user_error
 
@@ -59,6 +60,8 @@ PREPARE: Mapping[str, Callable[[Settings], None]] = {
     "torchtitan": torchtitan.prepare,
 }
 """By trainer, what translates keys that a table cannot express."""
+MOST_BASES = 8
+"""Files of Primus that are bases of each other; it has three."""
 LONGEST = 60
 """Characters of a value that are shown."""
 
@@ -174,18 +177,36 @@ def _changed_defaults(table: Mapping[str, Any], settings: Settings) -> Iterator[
 
 def _load(path: Path) -> dict[str, Any]:
     """The content of a file, with the defaults of `${VARIABLE:default}`."""
-    import yaml
-
     # gpt-neox's files are JSON with comments and with the booleans of Python: YAML reads them.
-    parse = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix, yaml.safe_load)
+    parse = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix, _parse_yaml)
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
+        if path.stat().st_size > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE} bytes")
         values = parse(ENVIRONMENT.sub(r"\1", path.read_text("utf-8")))
         if not isinstance(values, dict):
             raise ValueError("it is not a mapping")
+        check_values(values)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise user_error("doctor-file-unreadable", path=path, reason=reason) from error
     return values
+
+
+def _parse_yaml(text: str) -> Any:
+    """The values of YAML, whose aliases and merges are counted before they are expanded."""
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        check_nodes(root)
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
 
 
 def _read(path: Path, further: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -348,7 +369,10 @@ def _has_effect(table: Mapping[str, Any], settings: Settings, key: str) -> bool:
 
 def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The values of an experiment, over the values of the model and the trainer that it names."""
-    module = next(iter(modules.values()))
+    module = next(iter(modules.values()), None)
+    if not isinstance(module, dict) or not isinstance(module.get("overrides") or {}, dict):
+        reason = "modules must have a module with keys, and overrides keys of its own"
+        raise user_error("doctor-file-unreadable", path=path, reason=reason)
     values: dict[str, Any] = {"sft_trainer": "sft" in str(module.get("config", ""))}
     for key, folder in (("config", "modules"), ("model", "models")):
         name = str(module.get(key, ""))
@@ -365,17 +389,25 @@ def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return values | (module.get("overrides") or {})
 
 
-def _with_bases(path: Path) -> dict[str, Any]:
+def _with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
     """The values of a file of Primus that differ from Megatron-LM's, over its bases' values.
 
     A file that only lists the names and defaults of all keys is asked for the known ones.
+
+    Args:
+        path: The file.
+        depth: Number of files within each other that have it as a base.
     """
+    if depth > MOST_BASES:
+        reason = f"it has more than {MOST_BASES} bases within each other, or itself as its base"
+        raise user_error("doctor-file-unreadable", path=path, reason=reason)
     values, merged = _load(path), dict[str, Any]()
     table = trainer_table("primus")
     for key in ("extends", "includes", "bases"):
-        for name in values.pop(key, None) or ():
+        names = values.pop(key, None) or ()
+        for name in names if isinstance(names, list) else [names] * bool(names):
             base = path.parent / str(name)
-            merged |= _with_bases(base) if base.is_file() else {}
+            merged |= _with_bases(base, depth + 1) if base.is_file() else {}
     is_list = path.name in table["lists_of_keys"].split()
     return merged | {k: v for k, v in values.items() if not is_list or _is_set(table, k, v)}
 

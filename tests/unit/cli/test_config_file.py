@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.cli import config_file
+from megatron_ds.cli import yaml_size
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem
@@ -103,16 +103,42 @@ def test_a_file_that_sets_nothing_is_the_only_problem(
     assert contains in str(problem)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("last", ["data-path: *a7\n", "data-path: *a1\nlr: *a7\n", "? *a7\n: 1\n"])
-def test_aliases_of_lists_of_aliases_are_not_expanded(
-    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("last", "fits"),
+    [
+        ("data-path: [a, b, c, d, e]", True),
+        ("data-path: [a, b, c, d, e, f]", False),
+        ("data-path: &a [b]\nlr: *a", True),
+        ("data-path: &a [b, c]\nlr: *a", False),
+        ("data-path: &a [[], []]\nlr: *a", False),
+        ("? &a [b, c, d]\n: *a", False),
+    ],
+)
+def test_a_file_has_a_limit_of_values_with_those_of_its_aliases(
+    last: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of twenty million words."""
-    monkeypatch.setattr(config_file, "MOST_VALUES", 1000)
-    lists = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 8))
-    _, problems, _ = built(f"--config {written(tmp_path, f'a0: &a0 [x, x]{chr(10)}{lists}{last}')}")
-    assert "config-file-unreadable" in {problem.code for problem in problems}
+    """With ten: the mapping, the two of `seed`, and the key and the list that follow."""
+    monkeypatch.setattr(yaml_size, "MOST_VALUES", 10)
+    path = written(tmp_path, f"seed: 5\n{last}")
+    _, problems, _ = built(f"--config {path}")
+    assert ("config-file-unreadable" not in codes(problems)) is fits
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data-path: &a [x, *a]",
+        "stages: [&a {lr: 1, stages: [*a]}]",
+        f"data-path: {'[' * 21}{']' * 21}",
+        f"data-path: {'[' * 2000}{']' * 2000}",
+    ],
+)
+def test_what_is_too_deep_is_unreadable(text: str, tmp_path: Path) -> None:
+    _, (problem,), _ = built(f"--config {written(tmp_path, text)}")
+    assert problem.code == "config-file-unreadable"
+    stages = text.removeprefix("stages: ").removeprefix("data-path: ")
+    _, problems, _ = built(f"{BASE} --stages {shlex.quote(stages)}")
+    assert "stages-unreadable" in codes(problems)
 
 
 def test_a_setting_in_place_of_a_file_names_its_flag() -> None:

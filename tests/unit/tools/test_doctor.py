@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -13,8 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_ds.cli import yaml_size
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.cli.doctor import commands, sandbox
+from megatron_ds.cli.doctor import commands, frameworks, sandbox
 from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
 from megatron_ds.cli.doctor.frameworks import TrainingCommand
@@ -336,12 +338,34 @@ def test_a_value_that_a_file_leaves_out_stays_in_braces(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "text", "reason"), TABLES["an_unreadable_file_is_an_error"])
 def test_an_unreadable_file_is_an_error(
-    name: str, text: str, reason: str, tmp_path: Path, run_tool: Callable[..., Any]
+    name: str,
+    text: str,
+    reason: str,
+    tmp_path: Path,
+    run_tool: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / name).write_text(text)
+    """With a limit of ten keys and values."""
+    monkeypatch.setattr(yaml_size, "MOST_VALUES", 10)
+    (tmp_path / "llama.yaml").write_text("num_layers: 2\n")
+    (tmp_path / name).write_text(text.replace("\\n", "\n"))
     printed = run_tool(doctor, tmp_path / name, status=1)
     assert f"{tmp_path / name}: " in printed.err
     assert reason in printed.err
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -math.inf, pytest.param(10**309, id="large"), [1], {"a": 1}, "1", True],
+)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_no_value_of_a_file_ends_in_a_traceback(name: str, value: Any) -> None:
+    trainer = {"titan": "torchtitan", "trainer": "huggingface"}.get(
+        name.partition(".")[0], name.partition(".")[0]
+    )
+    table = frameworks.trainer_table(trainer)
+    for key in {**table["defaults"], **table.get("flags", {})}:
+        frameworks.translate_values(trainer, {key: value}, name, 8)
 
 
 def spellings(flags: list[str], file: str, text: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +51,9 @@ class Settings:
         value = self.get(key) if keeps else self.take(key)
         try:
             result = default if value is None else float(value)
-        except (TypeError, ValueError):
+            if result is not None and not math.isfinite(result):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             self.lacking += [f"{key} {value}: must be a number"] * (not keeps)
             return default
         return int(result) if isinstance(result, float) and result.is_integer() else result
