@@ -576,10 +576,11 @@ def has_fp32_products(dtype: str) -> bool:
     """Whether the products of a dtype are computed in fp32, as on a CPU without bf16."""
     import torch
 
+    from megatron_ds.config.devices import is_host
+    from megatron_ds.launch import device
     from megatron_ds.parallel.half_products import has_instructions
 
-    is_half = dtype == "bf16" and not torch.cuda.is_available()
-    return is_half and not has_instructions(torch.bfloat16)
+    return dtype == "bf16" and is_host(device.kind()) and not has_instructions(torch.bfloat16)
 
 
 def _start_peer(setting: Setting) -> Any:

@@ -195,7 +195,7 @@ def _check_keys_and_values(file: DeepSpeedFile) -> None:
             if key not in kinds:
                 is_checked = block in ds_keys.CHECKED_BLOCKS
                 hint = did_you_mean(key, kinds, 0.6 if is_checked else 0.8)
-                if is_checked:
+                if is_checked or hint:  # most likely a misspelt key, whose setting would be lost
                     problem = Problem("ds-key-unknown", key=dotted, hint=hint)
                     file.problems.append(file.at(dotted, problem))
                 else:

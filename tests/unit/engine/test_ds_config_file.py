@@ -52,14 +52,14 @@ def test_comment_or_trailing_comma_is_located(text: str, line: int | None) -> No
     assert re.findall(r"line (\d+)", remedy) == ([] if line is None else [str(line)])
 
 
-@pytest.mark.parametrize(("file", "key", "hint"), TABLES["ignored_keys"])
+@pytest.mark.parametrize(("file", "key"), TABLES["ignored_keys"])
 def test_key_that_deepspeed_does_not_read_is_ignored_with_a_warning(
-    merge: Merge, file: Any, key: str, hint: str | None
+    merge: Merge, file: Any, key: str
 ) -> None:
     config, problems, warnings = merge(file)
     assert (problems, codes(warnings)) == ([], ["ds-key-dropped"])
     assert f"{key} has no effect" in str(warnings[0])
-    assert re.findall(r"did you mean '(\w+)'", str(warnings[0])) == ([hint] if hint else [])
+    assert "did you mean" not in str(warnings[0])  # which would be an error
     assert build_ds_config(config, 2) == build_ds_config(merge({}).config, 2)
 
 
