@@ -75,6 +75,7 @@ class CompoundCommands:
         tokens = self._script.tokens
         first, conditions = self._script.take(), len(self._conditions.stack)
         start = tokens.position
+        self._conditions.subshells += first == "("
         try:
             result = self._script.run((GROUPS[first],), live)
         except End as end:
@@ -84,6 +85,8 @@ class CompoundCommands:
             tokens.go(start)
             self._script.run((GROUPS[first],), False)
             result = end.status, LOST
+        finally:
+            self._conditions.subshells -= first == "("
         self._script.take()
         return result
 

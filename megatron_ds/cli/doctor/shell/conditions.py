@@ -40,11 +40,13 @@ class Conditions:
         stack: The conditions around it, the innermost one last.
         last: The last condition that was read.
         is_left: Whether an `exit` was reached that is not executed.
+        subshells: Number of subshells around it, whose `exit` does not end the script.
     """
 
     stack: list[Condition] = field(default_factory=list)
     last: Condition = Condition()
     is_left: bool = False
+    subshells: int = 0
 
     def join(self, before: Condition) -> None:
         """Makes the last condition depend on files if the one before it does."""

@@ -117,7 +117,7 @@ class SimpleCommands:
             )
             self._conditions.is_left = True
             return status, ""
-        if not self._script.is_at_end():
+        if not self._conditions.subshells and not self._script.is_at_end():
             self._script.unread(f"{written}{because}", "reading ended here")
         raise End(status, is_return=False)
 
@@ -151,10 +151,14 @@ class SimpleCommands:
         return "".join(texts)
 
 
+def _base_name(path: str, suffix: str) -> str:
+    return os.path.basename(path).removesuffix(suffix)
+
+
 PROGRAMS: dict[str, Callable[[list[str]], str]] = {
     **dict.fromkeys((*WORDS["silent"], "false"), lambda _: ""),
     **dict.fromkeys(("readlink", "realpath"), lambda paths: os.path.abspath("".join(paths[-1:]))),
-    "basename": lambda paths: os.path.basename("".join(paths[:1])),
+    "basename": lambda words: _base_name("".join(words[:1]), "".join(words[1:2])),
     "dirname": lambda paths: os.path.dirname("".join(paths[:1])) or ".",
     "echo": lambda words: re.sub(r"(-[neE]+ )*", "", " ".join(words), count=1) + "\n",
     "pwd": lambda _: ".",

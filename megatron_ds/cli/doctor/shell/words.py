@@ -118,9 +118,10 @@ class Words:
             return "0" if values is None and prefix == "#" and operator is None else None
         if prefix == "#":
             is_list = index in ("@", "*") or name in ("@", "*")
+            if is_list:
+                return str(len(values))
             value = "".join(values[int(index or 0) :][:1])
-            has_marks = any(ord(c) >= UNKNOWN for c in value)
-            return str(len(values)) if is_list else None if has_marks else str(len(value))
+            return None if any(ord(c) >= UNKNOWN for c in value) else str(len(value))
         target = "".join(values[:1])
         if index or not re.fullmatch(r"[A-Za-z_]\w*|\d{1,4}", target, re.ASCII):
             return None
