@@ -175,6 +175,7 @@ class CompoundCommands:
         tokens = self._script.tokens
         start, leave, output = tokens.position, None, ""
         conditions = len(self._conditions.stack)
+        self._conditions.loops += 1
         try:
             output = self._script.run(("done",), live)[1]
         except Leave as left:
@@ -182,6 +183,8 @@ class CompoundCommands:
             tokens.go(start)
             self._script.run(("done",), False)
             leave = left
+        finally:
+            self._conditions.loops -= 1
         self._script.take()
         if leave is not None and leave.loops > 1:
             raise Leave(leave.loops - 1, repeats=leave.repeats)

@@ -40,12 +40,14 @@ class Conditions:
         stack: The conditions around it, the innermost one last.
         last: The last condition that was read.
         is_left: Whether an `exit` was reached that is not executed.
+        loops: Number of loops around it that `break` can end.
         subshells: Number of subshells around it, whose `exit` does not end the script.
     """
 
     stack: list[Condition] = field(default_factory=list)
     last: Condition = Condition()
     is_left: bool = False
+    loops: int = 0
     subshells: int = 0
 
     def join(self, before: Condition) -> None:

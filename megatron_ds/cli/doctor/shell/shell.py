@@ -122,11 +122,13 @@ class Shell:
 
     def _inside(self, tokens: Tokens, action: Callable[[], Result], is_same_shell: bool) -> Result:
         """Reads something else before the reading of the script continues."""
-        outside = self.tokens, self.words.lines, self.path, self.variables.arguments
-        conditions = len(self._conditions.stack)
         if self._depth >= DEPTH:
             self.unread("script", f"more than {DEPTH} scripts within each other")
             return None, LOST
+        outside = self.tokens, self.words.lines, self.path, self.variables.arguments
+        conditions = len(self._conditions.stack)
+        loops = self._conditions.loops
+        self._conditions.loops = loops if is_same_shell else 0
         self.tokens, self.words.lines = tokens, 0
         self._depth += 1
         try:
@@ -141,6 +143,7 @@ class Shell:
         finally:
             self._depth -= 1
             del self._conditions.stack[conditions:]
+            self._conditions.loops = loops
             self.tokens, self.words.lines, self.path, self.variables.arguments = outside
 
     def take(self) -> str:

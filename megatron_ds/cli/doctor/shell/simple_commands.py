@@ -103,8 +103,10 @@ class SimpleCommands:
         """Ends the script, a function or loops; not if that depends on files."""
         count = "".join(arguments[:1])
         if name in ("break", "continue"):
+            if not self._conditions.loops:
+                return True, ""
             loops = int(count) if re.fullmatch("[1-9]", count) else 1
-            raise Leave(loops, repeats=name == "continue")
+            raise Leave(min(loops, self._conditions.loops), repeats=name == "continue")
         status = int(count) == 0 if re.fullmatch(r"\d{1,3}", count) else None if count else True
         written = " ".join([name, *arguments])
         if name == "return":
