@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -79,6 +79,8 @@ class RunParts:
     events: EventLog
     report: StartReport
     checkpoints: CheckpointManager
+    may_write: Callable[[], bool]
+    """Whether --save still belongs to this run."""
 
     @property
     def save(self) -> Path | None:
@@ -197,7 +199,7 @@ def _record_logs(parts: RunParts) -> Iterator[Callback]:
     """The log of --record-every, on the last rank, which writes files."""
     context = parts.context
     if parts.config.logging.record_every and context.rank == context.world_size - 1:
-        yield StepRecordLog(parts.config, parts.save)
+        yield StepRecordLog(parts.config, parts.save, parts.may_write)
 
 
 def _largest_memory(parts: RunParts) -> MemoryEstimate:
@@ -341,6 +343,7 @@ def _build_metrics(
             write=lambda text: output.print_on_rank(text, rank_to_print=-1),
             memory=device.device_memory,
             more=parts.extensions.loggers,
+            may_write=parts.may_write,
         )
     return Metrics(
         ThroughputModel(

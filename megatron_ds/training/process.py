@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
-from megatron_ds.checkpoint.folders.folder_checks import claimed_folders
+from megatron_ds.checkpoint.folders.folder_checks import claimed_folders, folder_ownership
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
@@ -74,6 +74,8 @@ def train(
     ):
         if (owned := stores.lock or lock) is not None:
             owned.on_lost = functools.partial(life.stop_request.request, StopReason.FOLDER_LOST)
+        ownership = stores.ownership or folder_ownership(lock, folders, ranks)
+        events.may_write = lambda: ownership is None or ownership.may_write()
         is_first, saves = context.rank == 0, folders.save is not None
         files = read_files(config.tokenizer) if is_first and saves else {}
         tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
@@ -88,7 +90,9 @@ def train(
             on_saved=functools.partial(events.record, "checkpoint"),
         )
         parts = RunParts(
-            *(config, inputs, extensions, context, mesh, life, startup, events, report, checkpoints)
+            *(config, inputs, extensions, context, mesh, life, startup, events, report),
+            checkpoints=checkpoints,
+            may_write=events.may_write,
         )
         trainer = build_trainer(parts)
         report.write_settings(settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.folders import run_lock
-from megatron_ds.checkpoint.folders.run_lock import RunLock
+from megatron_ds.checkpoint.folders.run_lock import LOCK, FolderLockFile, Ownership, RunLock
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.config.problems import user_error
 
@@ -49,3 +49,20 @@ def claimed_folders(
     finally:
         if lock is not None:
             lock.release()
+
+
+def folder_ownership(
+    lock: RunLock | None, folders: RunFolders, ranks: CollectiveIO
+) -> Ownership | None:
+    """What each rank asks before it writes a record; None without a local --save. Collective.
+
+    Args:
+        lock: The lock of --save, on the first rank.
+        folders: The folders.
+        ranks: All ranks.
+    """
+    if folders.save is None or folders.save.url is not None:
+        return None
+    lease = ranks.run_on_rank0(lambda: None if lock is None else lock.lease)
+    assert lease is not None
+    return Ownership(FolderLockFile(folders.save.folder / LOCK), lease)

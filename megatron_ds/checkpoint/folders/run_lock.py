@@ -111,16 +111,101 @@ class LockFile(Protocol):
         """Removes the file of a dead owner, and no other that has replaced it meanwhile."""
 
 
+def seconds_since_boot() -> float:
+    """Seconds that no setting of the clock changes, with the sleep of the machine where it is
+    known."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a lock promises any rank of its owner."""
+
+    content: bytes
+    """Content of the lock file."""
+    heartbeat_s: float
+    silence_s: float
+    """Time without a touch after which another run may take the lock."""
+
+
+class Ownership:
+    """Whether a lock still names its owner, for any rank that writes to what it protects.
+
+    Another run takes the lock only after a silence of the owner. So `may_write` reads the file only
+    if it was not read for two heartbeats, as after a suspension, and not at each line of a log.
+
+    Args:
+        file: The lock's file.
+        lease: Of the lock.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self, file: LockFile, lease: Lease, clock: Callable[[], float] = seconds_since_boot
+    ) -> None:
+        self._file, self._lease, self._clock = file, lease, clock
+        self._confirmed, self._is_lost = clock(), False
+
+    def may_write(self) -> bool:
+        """Whether a record may be appended now. A file that cannot be read changes nothing."""
+        if self._is_lost:
+            return False
+        if self._clock() - self._confirmed <= 2 * self._lease.heartbeat_s:
+            return True
+        try:
+            return self.is_held()
+        except OSError:
+            return True
+
+    def is_held(self) -> bool:
+        """Reads the file. Once another run has taken the lock, it stays lost.
+
+        A missing file was deleted by a user, unless this process was silent for so long that
+        another run may have taken the lock and ended.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        now = self._clock()
+        content = self._file.read()
+        self._is_lost |= content not in (None, self._lease.content)
+        if self._is_lost:
+            return False
+        if content is None:
+            return now - self._confirmed < self._lease.silence_s
+        self._confirmed = now
+        return True
+
+    def is_taken(self) -> bool:
+        """Reads the file: whether it names another run. Also after this run has released it.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        return self._file.read() not in (None, self._lease.content)
+
+
 class RunLock:
     """A lock that this process holds until it is released or the process ends.
 
+    Args:
+        file: The lock's file, which this process has created.
+        lease: What it promises.
+        clock: Returns seconds.
+
     Attributes:
+        lease: As above.
         on_lost: Called, perhaps several times, once another run has taken the lock.
     """
 
-    def __init__(self, file: LockFile, content: bytes, heartbeat_s: float) -> None:
+    def __init__(
+        self, file: LockFile, lease: Lease, clock: Callable[[], float] = seconds_since_boot
+    ) -> None:
+        self.lease = lease
         self.on_lost: Callable[[], object] = lambda: None
-        self._file, self._content, self._heartbeat_s = file, content, heartbeat_s
+        self._file, self._content = file, lease.content
+        self._ownership = Ownership(file, lease, clock)
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._touch_regularly, name="run lock", daemon=True)
         self._thread.start()
@@ -135,6 +220,8 @@ class RunLock:
         """
         if self._released.is_set():
             return False
+        if not self._ownership.is_held():
+            return False
         return self._file.read() == self._content or self._file.create(self._content)
 
     def release(self) -> None:
@@ -145,10 +232,10 @@ class RunLock:
                 self._file.remove(self._content)
 
     def _touch_regularly(self) -> None:
-        while not self._released.wait(self._heartbeat_s):
+        while not self._released.wait(self.lease.heartbeat_s):
             with suppress(OSError):
                 self._file.touch(self._content)
-                if self._file.read() not in (None, self._content):
+                if not self.is_held() and not self._released.is_set():
                     self.on_lost()
 
 
@@ -188,7 +275,10 @@ def acquire_lock(
             path = f"{file.folder}/{LOCK}"
             raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=path)
         file.remove(current)
-    return RunLock(file, content, ELASTIC_HEARTBEAT_S if candidate.run else HEARTBEAT_S)
+    lease = Lease(content, HEARTBEAT_S, FOREIGN_SILENCE_S)
+    if candidate.run:
+        lease = Lease(content, ELASTIC_HEARTBEAT_S, ELASTIC_SILENCE_S)
+    return RunLock(file, lease)
 
 
 def _is_alive(file: LockFile, content: bytes, candidate: Owner, log: Callable[[str], None]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO, joined
 from megatron_ds.checkpoint.folders import run_lock
-from megatron_ds.checkpoint.folders.run_lock import RunLock
+from megatron_ds.checkpoint.folders.run_lock import Ownership, RunLock
 from megatron_ds.checkpoint.local.nodes import Nodes
 from megatron_ds.checkpoint.location import Location, RunFolders
 from megatron_ds.checkpoint.store import mirror as staging
@@ -27,6 +27,8 @@ class RunStores:
     load: StoreFolder | None = None
     lock: RunLock | None = None
     """The lock of --save, on the first rank."""
+    ownership: Ownership | None = None
+    """Of --save, on each rank."""
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def claimed_stores(
         nodes = Nodes.sharing(location.folder, ranks)
         return StoreFolder(ObjectStore(location.url), ranks, nodes, log)
 
-    save = load = lock = None
+    save = load = lock = ownership = None
     with ExitStack() as held:
 
         def own(acquire: Callable[[], RunLock]) -> RunLock:
@@ -67,6 +69,9 @@ def claimed_stores(
                     ) from error
 
             ranks.run_on_rank0(own_store)
+            lease = ranks.run_on_rank0(lambda: None if lock is None else lock.lease)
+            assert lease is not None
+            ownership = Ownership(StoreLockFile(store), lease)
 
             def own_staging() -> list[Problem]:
                 problems = list[Problem]()
@@ -83,8 +88,9 @@ def claimed_stores(
         if save is not None and ranks.rank == ranks.world_size - 1:
             staging.restore_metrics(save.store, staged)  # of the run that is continued
         try:
-            yield RunStores(save, load, lock)
+            yield RunStores(save, load, lock, ownership)
         finally:
-            if save is not None and ranks.rank == ranks.world_size - 1:
+            if ownership is not None and ranks.rank == ranks.world_size - 1:
                 with suppress(OSError):
-                    upload_metrics(save.store, staged)
+                    if not ownership.is_taken():
+                        upload_metrics(store, staged)

@@ -6,9 +6,7 @@ A resumed run continues the file as it continues metrics.jsonl. Imports no torch
 from __future__ import annotations
 
 import csv
-import errno
 import io
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -68,8 +66,8 @@ class CsvTable(RowLogger):
 
     def _write(self, values: Iterable[object]) -> None:
         line = _line(values)
-        if self._file.write(line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        while line:  # a write may be short; of a full disk, the next one fails
+            line = line[self._file.write(line) :]
 
     def _keep(self, iteration: int, line: str) -> bool:
         try:

@@ -31,11 +31,15 @@ class EventLog:
     Args:
         warn: Prints a line. After an error of the disk, events are kept until they can be written.
         clock: Seconds since 1970.
+
+    Attributes:
+        may_write: Whether the folder still belongs to this run. Until it does, events are kept.
     """
 
     def __init__(
         self, warn: Callable[[str], object] = print, clock: Callable[[], float] = time.time
     ) -> None:
+        self.may_write: Callable[[], bool] = lambda: True
         self._warn, self._clock = warn, clock
         self._path: Path | None = None
         self._early: deque[str] = deque(maxlen=EARLY)
@@ -95,6 +99,8 @@ class EventLog:
             return
         was_empty = not self._unwritten
         self._unwritten += line.encode()
+        if not self.may_write():
+            return
         try:
             with path.open("ab", buffering=0) as file:
                 while self._unwritten:

@@ -37,11 +37,18 @@ class JsonLines(Logger):
             named pipe only receives the new records. If a line is not a record, the file is kept
             under such a name, too, and its records are copied.
         warn: Prints a line.
+        may_write: Whether the file still belongs to this run. Until it does, lines are kept.
     """
 
-    def __init__(self, path: Path, iteration: int, warn: Callable[[str], object] = print) -> None:
+    def __init__(
+        self,
+        path: Path,
+        iteration: int,
+        warn: Callable[[str], object] = print,
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._evaluations: set[str] = set()
-        self._path, self._warn = path, warn
+        self._path, self._warn, self._may_write = path, warn, may_write
         continue_file(path, iteration, partial(self._keep, iteration), warn)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -79,6 +86,8 @@ class JsonLines(Logger):
     def _write(self, text: str) -> None:
         was_empty = not self._unwritten
         self._unwritten += text.encode()
+        if not self._may_write():
+            return
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:  # removed, perhaps with its folder
                 self._path.parent.mkdir(parents=True, exist_ok=True)

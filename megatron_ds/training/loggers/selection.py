@@ -61,12 +61,18 @@ class BestEffortLogger(Logger):
         open_logger: Opens the logger to wrap.
         name: Its name for users.
         warn: Prints a line.
+        may_write: Whether the run still owns its files; it writes no record otherwise.
     """
 
     def __init__(
-        self, open_logger: Callable[[], Logger], name: str, warn: Callable[[str], object]
+        self,
+        open_logger: Callable[[], Logger],
+        name: str,
+        warn: Callable[[str], object],
+        may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self._logger, self._name, self._warn = Logger(), name, warn
+        self._may_write = may_write
 
         def use() -> None:
             self._logger = open_logger()
@@ -74,19 +80,23 @@ class BestEffortLogger(Logger):
         self._attempt(use)
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
-        self._attempt(lambda: self._logger.log_steps(records))
+        self._record(lambda: self._logger.log_steps(records))
 
     def log_interval(self, record: IntervalRecord) -> None:
-        self._attempt(lambda: self._logger.log_interval(record))
+        self._record(lambda: self._logger.log_interval(record))
 
     def log_eval(self, record: EvalRecord) -> None:
-        self._attempt(lambda: self._logger.log_eval(record))
+        self._record(lambda: self._logger.log_eval(record))
 
     def log_task(self, record: TaskRecord) -> None:
-        self._attempt(lambda: self._logger.log_task(record))
+        self._record(lambda: self._logger.log_task(record))
 
     def close(self) -> None:
         self._attempt(self._logger.close)
+
+    def _record(self, work: Callable[[], None]) -> None:
+        if self._may_write():
+            self._attempt(work)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
@@ -107,6 +117,7 @@ def open_loggers(
     write: Callable[[str], object],
     memory: Callable[[], dict[str, int]] = dict,
     more: Sequence[OpenLogger] = (),
+    may_write: Callable[[], bool] = lambda: True,
 ) -> list[Logger]:
     """Opens the loggers of a run that write files.
 
@@ -119,6 +130,7 @@ def open_loggers(
         write: Prints a line and flushes it.
         memory: Returns the device's memory figures in bytes, by TensorBoard tag.
         more: Loggers of the program.
+        may_write: Whether --save still belongs to this run.
 
     Raises:
         UserError: If the JSONL file contains anything but records.
@@ -145,8 +157,12 @@ def open_loggers(
     named = [(f"{option(name)} {getattr(options, name)}", openers[name]) for name in openers]
     for extension in more:
         named.append((qualified_name(extension), functools.partial(extension, config, state)))
-    loggers = [] if path is None else [JsonLines(path, state.iteration, warn=write)]
-    return [*loggers, *(BestEffortLogger(opener, name, warn=write) for name, opener in named)]
+    loggers: list[Logger] = []
+    if path is not None:
+        loggers.append(JsonLines(path, state.iteration, write, may_write))
+    for name, opener in named:
+        loggers.append(BestEffortLogger(opener, name, write, may_write))
+    return loggers
 
 
 def jsonl_path(config: Config, save: Path | None) -> Path | None:

@@ -6,6 +6,7 @@ keys. A resumed run removes the records after its checkpoint. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,21 @@ class StepRecordLog(Callback):
     Args:
         config: Configuration of the run.
         save: Local folder of --save.
+        may_write: See `JsonLines`.
     """
 
-    def __init__(self, config: Config, save: Path | None) -> None:
+    def __init__(
+        self, config: Config, save: Path | None, may_write: Callable[[], bool] = lambda: True
+    ) -> None:
         self._path = record_path(config, save)
+        self._may_write = may_write
         self._lines: JsonLines | None = None
 
     def on_start(self, config: Config, state: TrainState, model: Any) -> None:
         if self._path is not None:
-            self._lines = JsonLines(self._path, state.iteration, warn=output.print_on_rank)
+            self._lines = JsonLines(
+                self._path, state.iteration, output.print_on_rank, self._may_write
+            )
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
         if self._lines is not None and result.record is not None:

@@ -6,7 +6,7 @@ Claim (checkpoints): one run at a time owns a `--save` folder; a killed run's is
 from __future__ import annotations
 
 import dataclasses
-import functools
+import errno
 import json
 import os
 import resource
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -253,13 +254,18 @@ def test_a_heartbeat_notices_that_another_run_has_the_folder(tmp_path: Path) -> 
     lock.release()
 
 
+@pytest.mark.parametrize("error", [None, OSError("a disk error")], ids=str)
 def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
-    manager: Managers, folder: Path, lock: run_lock.RunLock, monkeypatch: pytest.MonkeyPatch
+    manager: Managers,
+    folder: Path,
+    lock: run_lock.RunLock,
+    monkeypatch: pytest.MonkeyPatch,
+    error: OSError | None,
 ) -> None:
     checkpoints = manager(lock=lock)
     incomplete = folder / ".incomplete-global_step9"
 
-    def take_over(snapshot: FakeSnapshot, path: Path, error: OSError | None) -> object:
+    def take_over(snapshot: FakeSnapshot, path: Path) -> object:
         (folder / LOCK).write_text("of another run")
         incomplete.mkdir()
         if error is not None:
@@ -267,14 +273,92 @@ def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
         return original(snapshot, path)
 
     original = FakeSnapshot.write
-    for error in (None, OSError("a disk error")):
-        (folder / LOCK).unlink()
-        saving = functools.partialmethod(take_over, error=error)
-        monkeypatch.setattr(FakeSnapshot, "write", saving)
-        with pytest.raises(SaveError, match=r"\[save-folder-lost\]"):
-            save(checkpoints, 2)
-        assert not (folder / "global_step2").exists()
-        incomplete.rmdir()
+    monkeypatch.setattr(FakeSnapshot, "write", take_over)
+    with pytest.raises(SaveError, match=r"\[save-folder-lost\]"):
+        save(checkpoints, 2)
+    assert not (folder / "global_step2").exists()
+    assert incomplete.exists()
+    (folder / LOCK).unlink()  # the other run has ended
+    with pytest.raises(SaveError, match=r"\[save-folder-lost\]"):
+        save(checkpoints, 4)
+
+
+class FakeFile:
+    """A lock file whose readings are counted."""
+
+    def __init__(self, content: bytes | None) -> None:
+        self.content, self.readings = content, 0
+
+    def read(self) -> bytes | None:
+        self.readings += 1
+        return self.content
+
+    def create(self, content: bytes) -> bool:
+        if self.content is None:
+            self.content = content
+        return self.content == content
+
+    def touch(self, content: bytes) -> None:
+        pass
+
+    touched = remove = folder = None  # not used
+
+
+@pytest.fixture
+def seconds() -> list[float]:
+    """The time of a clock that a test sets."""
+    return [0.0]
+
+
+def file_and_ownership(seconds: list[float]) -> tuple[FakeFile, run_lock.Ownership]:
+    file, lease = FakeFile(b"mine"), run_lock.Lease(b"mine", heartbeat_s=10.0, silence_s=60.0)
+    return file, run_lock.Ownership(cast("run_lock.LockFile", file), lease, lambda: seconds[0])
+
+
+def test_records_are_written_without_a_reading_until_another_run_may_have_the_folder(
+    seconds: list[float],
+) -> None:
+    file, ownership = file_and_ownership(seconds)
+    for _ in range(100):
+        assert ownership.may_write()
+    assert not file.readings
+    seconds[0] = 25.0
+    assert ownership.may_write()
+    assert ownership.may_write()
+    assert file.readings == 1
+    seconds[0], file.content = 90.0, b"of another run"
+    assert not ownership.may_write()
+    file.content = b"mine"  # never again
+    assert not ownership.may_write()
+
+
+@pytest.mark.parametrize(("silence", "expected"), [(30.0, True), (90.0, False)])
+def test_a_missing_lock_was_deleted_unless_another_run_may_have_come_and_gone(
+    seconds: list[float], silence: float, expected: bool
+) -> None:
+    file, ownership = file_and_ownership(seconds)
+    seconds[0], file.content = silence, None
+    assert ownership.may_write() == expected
+    lease = run_lock.Lease(b"mine", heartbeat_s=3600.0, silence_s=60.0)
+    seconds[0] = 0.0
+    lock = run_lock.RunLock(cast("run_lock.LockFile", file), lease, lambda: seconds[0])
+    seconds[0] = silence
+    assert lock.is_held() == expected
+    assert file.content == (b"mine" if expected else None)
+    lock._released.set()
+
+
+def test_a_lock_that_cannot_be_read_stops_no_record(
+    seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, ownership = file_and_ownership(seconds)
+    seconds[0] = 90.0
+
+    def fail() -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(file, "read", fail)
+    assert ownership.may_write()
 
 
 def test_a_save_creates_a_deleted_folder_again_and_reports_one_that_cannot_be_created(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +93,19 @@ def test_a_damaged_file_is_set_aside_and_its_records_are_kept(path: Path, conten
     assert column(path, "iteration") == [*kept, "6"]
     assert path.with_name("metrics.csv.1").read_text(encoding="utf-8") == content
     assert printed_codes("\n".join(logged)) == ["metrics-file-damaged"]
+
+
+def test_short_writes_are_continued(path: Path) -> None:
+    class Disk(io.FileIO):
+        def write(self, content: Any) -> int:
+            return super().write(bytes(content[:3]))
+
+    path.parent.mkdir(exist_ok=True)
+    table = CsvTable(path, 0)
+    table._file.close()
+    table._file = Disk(path, "ab")
+    table.log_steps([step(1), step(2)])
+    assert column(path, "iteration") == ["1", "2"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

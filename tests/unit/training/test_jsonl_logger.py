@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.config import Config
+from megatron_ds.train_state import TrainState
+from megatron_ds.training.loggers.events import EVENTS, EventLog
 from megatron_ds.training.loggers.jsonl_logger import JsonLines
+from megatron_ds.training.loggers.selection import open_loggers
 from tests.problems import printed_codes
 from tests.unit.training.logger_records import documented, evaluation, step, task_results
 
@@ -185,6 +189,35 @@ def test_a_full_disk_delays_records_without_loss(path: Path) -> None:
     assert iterations(path) == [1, 2, 3, 4]
     os.close(own)
     os.close(full)
+
+
+def test_a_run_that_lost_its_folder_writes_no_record(path: Path, tmp_path: Path) -> None:
+    """In any of the files; those that follow metrics.jsonl are in the same folder."""
+    holds = [True]
+    table = tmp_path / "metrics.csv"
+    config = Config().with_values({"metrics_jsonl": str(path), "metrics_csv": str(table)})
+    loggers = open_loggers(
+        config,
+        TrainState(),
+        save=None,
+        world_size=1,
+        dp_size=1,
+        write=print,
+        may_write=lambda: holds[0],
+    )
+    events = EventLog()
+    events.may_write = lambda: holds[0]
+    events.start(tmp_path, config, 0)
+    for iteration in (1, 2):
+        for logger in loggers:
+            logger.log_steps([step(iteration)])
+        events.record("checkpoint", iteration=iteration)
+        holds[0] = False
+    for logger in loggers:
+        logger.close()
+    assert iterations(path) == [1]
+    assert len(table.read_text().splitlines()) == 2  # with the header
+    assert len((tmp_path / EVENTS).read_text().splitlines()) == 2  # with the start
 
 
 @pytest.mark.parametrize("iteration", [0, 1])
