@@ -24,10 +24,18 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.fields import ANY_VALUE, field_problems, option_field, when
-from megatron_ds.config.problems import Problem, UserError, option, user_error, warn_of
+from megatron_ds.config.problems import (
+    Problem,
+    UserError,
+    option,
+    raise_if_any,
+    user_error,
+    warn_of,
+)
 from megatron_ds.data.index_cache import CACHE_FOLDER
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.fileio.resumable import WORK_SUFFIX
+from megatron_ds.preprocess.documents.foreign_inputs import foreign_problems
 from megatron_ds.preprocess.documents.signatures import contradictions
 
 STDIN = "-"
@@ -223,12 +231,27 @@ def _is_address(path: str) -> bool:
 
 
 def _local_files(path: str, format: str) -> list[str]:
-    """The files that a path selects. Raises UserError if there are none."""
+    """The files that a path selects.
+
+    Raises:
+        UserError: If there are none, or for the first one that belongs to another program.
+    """
+    files = _selected_files(path, format)
+    for file in files:
+        raise_if_any(foreign_problems(file))
+    return files
+
+
+def _selected_files(path: str, format: str) -> list[str]:
     if path == STDIN or os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
         files = _walk(path)
         regular = set(filter(os.path.isfile, files))  # not pipes, and not links to nothing
+        if format == "auto" and not any(_suffixes(file)[0] in SUFFIXES for file in regular):
+            # Token files in a folder are skipped, unless there is nothing else.
+            for file in sorted(regular):
+                raise_if_any(foreign_problems(file))
         return _select_in_folder(path, files, format, len(path.rstrip("/")), regular)
     # A named pipe, such as the shell's <(command).
     if os.path.exists(path):

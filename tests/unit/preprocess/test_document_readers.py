@@ -392,6 +392,48 @@ def test_hugging_face_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         read(hf_dataset=str(tmp_path / "one"), keys=("txt",))
 
 
+def test_files_of_a_saved_dataset_are_no_input(tmp_path: Path) -> None:
+    """Claim (data): Arrow files of a folder that `datasets` saved are refused as an input, since
+    old shards and caches may lie next to the dataset's own"""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("data-00000-of-00001.arrow", "data-00000-of-00002.arrow", "cache-1.arrow"):
+        write_arrow(folder / name)
+    read(folder / "cache-1.arrow")  # without state.json these are Arrow files as any
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}, indent=2))
+    link = tmp_path / "link.arrow"
+    link.symlink_to(folder / "cache-1.arrow")
+    for path in (folder, tmp_path, folder / "*.arrow", folder / "cache-1.arrow", link):
+        (problem,) = InputSpec((str(path),)).problems()
+        assert codes([problem]) == ["input-is-saved-dataset"]
+        assert str(folder) in str(problem)
+
+
+FOREIGN = {
+    "0.ds": b"\1\0\2\0",
+    "0.ds.index": bytes(8),
+    "a.npy": b"\1\0\2\0",
+    "train.bin": b"\1\0\2\0",
+    "llmc.bin": struct.pack("<3i", 20240520, 1, 0),
+    "shard.00000.mds": bytes(8),
+    "shard.00000.mds.zstd": bytes(8),
+    "mds/index.json": b'{"shards": [], "version": 2}',
+    "lit/index.json": b'{"chunks": [], "config": {}}',
+    "shard_ledger.json": b"{}",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_token_files_of_other_programs_are_no_input(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(FOREIGN[name])
+    for given in (path, tmp_path):
+        assert codes(InputSpec((str(given),)).problems()) == ["input-of-other-program"]
+
+
 def test_reading_is_incremental(tmp_path: Path) -> None:
     """One row group, one batch, one line: never the whole file."""
     rows = [{"text": "x" * 1000}] * 20_000
