@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.folders.folder_checks import claimed_folders, folder_ownership
+from megatron_ds.checkpoint.folders.run_lock import RunLock
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
@@ -72,8 +73,8 @@ def train(
         claimed_stores(folders, ranks, output.print_on_rank) as stores,
         owned_tensorboard_folder(config.logging, ranks),
     ):
-        if (owned := stores.lock or lock) is not None:
-            owned.on_lost = functools.partial(life.stop_request.request, StopReason.FOLDER_LOST)
+        owned = stores.lock or lock
+        _watch_lock(life, owned)
         ownership = stores.ownership or folder_ownership(lock, folders, ranks)
         events.may_write = lambda: ownership is None or ownership.may_write()
         is_first, saves = context.rank == 0, folders.save is not None
@@ -89,12 +90,8 @@ def train(
             *(config, mesh, output.print_on_rank, ranks, owned, folders, tokenizer, stores, local),
             on_saved=functools.partial(events.record, "checkpoint"),
         )
-        parts = RunParts(
-            *(config, inputs, extensions, context, mesh, life, startup, events, report),
-            checkpoints=checkpoints,
-            may_write=events.may_write,
-        )
-        trainer = build_trainer(parts)
+        facts = config, inputs, extensions, context, mesh, life, startup, events, report
+        trainer = build_trainer(RunParts(*facts, checkpoints, events.may_write))
         report.write_settings(settings)
         life.on_training_started(saves=saves)
         code = _run(trainer, events)
@@ -102,6 +99,12 @@ def train(
         life.on_finished()
     distributed.destroy_process_group()
     return code
+
+
+def _watch_lock(life: ProcessLifecycle, lock: RunLock | None) -> None:
+    """Ends the run once another one has taken its --save folder."""
+    if lock is not None:
+        lock.on_lost = functools.partial(life.stop_request.request, StopReason.FOLDER_LOST)
 
 
 def _watch_ranks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO, joined
 from megatron_ds.checkpoint.folders import run_lock
@@ -91,6 +92,11 @@ def claimed_stores(
             yield RunStores(save, load, lock, ownership)
         finally:
             if ownership is not None and ranks.rank == ranks.world_size - 1:
-                with suppress(OSError):
-                    if not ownership.is_taken():
-                        upload_metrics(store, staged)
+                _upload_metrics_of_owner(ownership, store, staged)
+
+
+def _upload_metrics_of_owner(ownership: Ownership, store: ObjectStore, staged: Path) -> None:
+    """Uploads the metrics unless another run has taken the folder."""
+    with suppress(OSError):
+        if not ownership.is_taken():
+            upload_metrics(store, staged)
