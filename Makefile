@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test proofs test-libaio test-deepspeed test-gpu test-interop \
+.PHONY: help demo quick test proofs test-libaio test-deepspeed test-versions test-gpu test-interop \
   cluster-packages test-cluster mutants lint unit install hashes ops clean
 
 help: ## show this list
@@ -78,6 +78,9 @@ test-cluster: $(VENV)/.dev-installed $(RAY)/.installed $(RECIPES)/.installed ## 
 
 test-deepspeed: $(VENV)/.dev-installed ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/development/deepspeed_versions.md
 	$(RUN)/python tests/versions/run.py $(VERSIONS)
+
+test-versions: $(VENV)/.dev-installed ## run the tests of `make quick` with VERSIONS="lowest torch==2.14.1 ..." of other packages
+	$(RUN)/python tests/versions/bounds.py $(VERSIONS)
 
 mutants: $(TESTED) ## score the tests by small mistakes in the code; ONLY="model/*" selects, JOBS=2 workers
 	$(RUN)/python tests/mutants/run.py --jobs $(or $(JOBS),2) $(foreach pattern,$(ONLY),'$(pattern)')

@@ -36,12 +36,13 @@ def setup_arguments() -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
 
 
-def ranges() -> list[Requirement]:
-    """What setup.py asks for, extras included."""
+def ranges(extra: str | None = None) -> list[Requirement]:
+    """What setup.py asks for, extras included; or what one extra asks for."""
     values = setup_arguments()
     needed = ast.literal_eval(values["install_requires"])
     extras = ast.literal_eval(values["extras_require"])
-    return [Requirement(text) for text in [*needed, *(t for e in extras.values() for t in e)]]
+    texts = extras[extra] if extra else [*needed, *(t for e in extras.values() for t in e)]
+    return [Requirement(text) for text in texts]
 
 
 def data_files(package_data: dict[str, list[str]]) -> set[str]:
