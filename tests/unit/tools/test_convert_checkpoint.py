@@ -95,7 +95,7 @@ def test_a_wrong_tensor_is_found_by_the_verification(tmp_path: Path) -> None:
     write_hf(source, tmp_path / "new")
     assert convert.verify(source, tmp_path / "new", "hf") < 1e-5
     tensors = load_file(tmp_path / "new" / SINGLE)
-    tensors["transformer.h.1.mlp.c_fc.weight"][0, 0] += 1.0
+    tensors["h.1.mlp.c_fc.weight"][0, 0] += 1.0
     save_file(tensors, tmp_path / "new" / SINGLE, {"format": "pt"})
     with raises_problem("conversion-differs"):
         convert.verify(source, tmp_path / "new", "hf")
