@@ -8,9 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import Problem, UserError, option, user_error, warn_of
@@ -24,10 +22,12 @@ from megatron_ds.tokenizer.base import (
 )
 from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
 from megatron_ds.tokenizer.end_tokens import FILES as END_TOKEN_FILES
-from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens, template
-from megatron_ds.tokenizer.export.lost_text import LostCharacters
 from megatron_ds.tokenizer.fingerprint import SPLIT, hash_content
 from megatron_ds.tokenizer.token_bytes import library_token_bytes
+
+if TYPE_CHECKING:
+    from megatron_ds.tokenizer.export.library import ExportedTokenizer
+    from megatron_ds.tokenizer.export.lost_text import LostCharacters
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 REQUIRED_FILES = ("vocab_file", "merges_file")
@@ -98,6 +98,7 @@ def _read_model(file: Path) -> Tokenizer:
     The classes of `transformers` 5 take each such file for a BPE without normalization.
     """
     from megatron_ds.tokenizer.export import sentencepiece_model as export
+    from megatron_ds.tokenizer.export.library import special_tokens, template
 
     settings = file.with_name(SIDE_FILES[0])
     values = read_json(settings, "tokenizer_model") if settings.is_file() else {}
@@ -157,6 +158,8 @@ def _add_tokens(library: Any, file: Path, settings: Mapping[str, Any]) -> None:
     Raises:
         UserError: If one has another id there.
     """
+    import tokenizers
+
     added = {}
     others = file.with_name("added_tokens.json")
     if others.is_file():
@@ -219,6 +222,8 @@ def needs_transformers(path: str) -> bool:
 
 def _read_library(file: Path) -> Any:
     """The tokenizer of `tokenizers` in a tokenizer.json."""
+    import tokenizers
+
     content = read_bytes(file, "tokenizer_model")
     with library_errors("tokenizer-json-invalid", file=file):
         return tokenizers.Tokenizer.from_buffer(content)
@@ -386,6 +391,8 @@ class PretrainedTokenizer(Tokenizer):
 
 
 def _lost_characters(library: Any) -> LostCharacters | None:
+    from megatron_ds.tokenizer.export.lost_text import LostCharacters
+
     lost = LostCharacters(library)
     return lost if lost.is_possible else None
 
@@ -399,6 +406,8 @@ def _token_names(loaded: Any) -> dict[str, str]:
 def _exported(
     tokenizer: Tokenizer, library: Any, names: Mapping[str, str], splits: bool
 ) -> ExportedTokenizer:
+    from megatron_ds.tokenizer.export.library import ExportedTokenizer
+
     ids = {"eos_token": tokenizer.eod, "bos_token": tokenizer.bos}
     known = {name: library.id_to_token(index) for name, index in ids.items() if index is not None}
     return ExportedTokenizer(library, {**names, **known}, keeps_special_text=splits)

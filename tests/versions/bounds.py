@@ -7,7 +7,7 @@
 Each run has an environment of its own in build/versions, into which pip installs this project with
 its extras, so that a version that pip itself would not choose is an error of the run. The lower
 bounds of torch and DeepSpeed are tried alone, since torch's builds are large. The results are kept
-in bounds.json, from which docs/development/package_versions.md is written.
+in bounds.json and printed as a table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from tests.unit.test_requirements import pins, ranges  # noqa: E402
 
 ENVIRONMENTS = REPOSITORY / "build" / "versions"
 RESULTS = Path(__file__).with_name("bounds.json")
-OUTPUT = REPOSITORY / "docs" / "development" / "package_versions.md"
 EXTRAS = "preprocess,tokenizers,cleaning,plot,server,test"
 """Extras of setup.py that the tests use; the rest is large or needs a service."""
 TRIED_ALONE = ("torch", "deepspeed")
@@ -43,13 +42,7 @@ SETS = {
 HEAD = """\
 # Versions of the other packages
 
-This page shows with which versions of the packages in `setup.py` the tests of `make quick` pass.
-[Versions of DeepSpeed](deepspeed_versions.md) are tried by all proofs.
-
-Written by `make test-versions VERSIONS="lowest torch==2.14.1"`. `lowest` has the lower bounds of
-`setup.py` together, with torch, DeepSpeed and the tests' own packages of the requirements files; every other row has one package
-of another version, beside the packages of `requirements.txt`. A cell has the number of failed tests
-and of all that ran.
+A cell has the number of failed tests and of all that ran.
 
 """
 
@@ -127,7 +120,7 @@ def result_of(cases: Sequence[Case]) -> Result:
 
 
 def page(results: dict[str, dict[str, Result]]) -> str:
-    """The text of docs/development/package_versions.md."""
+    """The results as a page of Markdown."""
     lines = [HEAD, f"| | {' | '.join(SETS)} |\n", f"|---|{'---|' * len(SETS)}\n"]
     for version, by_set in sorted(results.items()):
         cells = [_cell(by_set[name]) for name in SETS]
@@ -158,8 +151,7 @@ def main() -> None:
         print(f"== {version}", flush=True)
         stored[version] = run_tests(install(version))
         RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        OUTPUT.write_text(page(stored), encoding="utf-8")
-    print(f"wrote {OUTPUT}")
+    print(page(stored))
 
 
 if __name__ == "__main__":
