@@ -56,7 +56,7 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
     lengths = (schedule.train_iters, schedule.train_samples, schedule.train_tokens)
     if not any(lengths) and not schedule.stages:
         filled["train_iters"] = 1
-    if config.given.isdisjoint(TRAINING_DATA):
+    if config.given.isdisjoint({*TRAINING_DATA, "mock_data"}):
         field = "data_path" if config.given.isdisjoint(OTHER_DATA) else "train_data_path"
         filled[field] = ("planned",)
     if config.given.isdisjoint({"vocab_size", *vars(config.tokenizer)}):
