@@ -121,8 +121,8 @@ class ModelSpec:
         """Operations of the forward and backward pass of a sample, without recomputation.
 
         Only operations of matrix products count, a multiplication and an addition each; the causal
-        mask does not halve attention. This is Megatron's convention (Narayanan et al. 2021, section
-        5.1) without its approximations.
+        mask does not halve attention. This is the count of Narayanan et al. 2021 (section 5.1)
+        without its approximations; Megatron-LM's program halves attention.
 
         Args:
             tokens: Tokens of the sample.
