@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test proofs test-libaio test-deepspeed test-versions test-gpu test-interop \
-  cluster-packages test-cluster mutants lint unit install hashes ops clean
+  test-commands cluster-packages test-cluster mutants lint unit install hashes ops clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ test-gpu: $(VENV)/.dev-installed ## the tests that need an accelerator, on the o
 test-interop: $(INTEROP)/.installed ## compare token files, samples and checkpoints with megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
+test-commands: $(TESTED) ## the commands of the README, the tutorial and other pages, in a fresh clone
+	$(PYTEST) -n 2 tests/commands
+
 cluster-packages: ## install what test-cluster needs; Debian, as root or with sudo
 	$(AS_ROOT) apt-get update
 	$(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(CLUSTER_PACKAGES)
@@ -79,7 +82,7 @@ test-cluster: $(VENV)/.dev-installed $(RAY)/.installed $(RECIPES)/.installed ## 
 test-deepspeed: $(VENV)/.dev-installed ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/development/deepspeed_versions.md
 	$(RUN)/python tests/versions/run.py $(VERSIONS)
 
-test-versions: $(VENV)/.dev-installed ## run the tests of `make quick` with VERSIONS="lowest torch==2.14.1 ..." of other packages
+test-versions: $(VENV)/.dev-installed ## run commands and tests with VERSIONS="lowest newest torch==2.14.1 ..." of other packages; writes docs/development/package_versions.md
 	$(RUN)/python tests/versions/bounds.py $(VERSIONS)
 
 mutants: $(TESTED) ## score the tests by small mistakes in the code; ONLY="model/*" selects, JOBS=2 workers

@@ -1,4 +1,5 @@
-"""What the package is and what it needs, in ranges; requirements.txt pins what tests run with."""
+"""Metadata of the package and version ranges of its dependencies; requirements.txt pins the
+versions for tests."""
 
 from setuptools import find_namespace_packages, setup
 
@@ -11,6 +12,7 @@ setup(
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron_ds", "megatron_ds.*"]),
     package_data={"": ["*.css", "*.html", "*.json", "*.toml", "*.yaml"]},
+    entry_points={"console_scripts": ["megatron-ds = megatron_ds.__main__:main"]},
     install_requires=[
         "torch>=2.10",
         "deepspeed>=0.19.8,<0.20",
@@ -26,17 +28,17 @@ setup(
     ],
     extras_require={
         "preprocess": [
-            "datasets>=3.0",
+            "datasets>=3.6",
             "fastokens>=0.3.5,<0.4",
-            "fsspec>=2024.2",
+            "fsspec>=2024.12",
             "nltk>=3.9.1",
             "orjson>=3.10",
             "pyarrow>=16",
         ],
-        "tokenizers": ["sentencepiece>=0.2.1", "tiktoken>=0.8", "transformers>=4.56"],
+        "tokenizers": ["sentencepiece>=0.2.2", "tiktoken>=0.8", "transformers>=5.23"],
         "cleaning": ["ftfy>=6.3", "msgpack>=1.0", "py3langid>=0.4", "rensa>=0.5"],
         "ray": ["ray>=2.40"],
-        "s3": ["fsspec>=2024.2", "obstore>=0.6"],
+        "s3": ["fsspec>=2024.12", "obstore>=0.6"],
         "plot": ["Jinja2>=3.1", "matplotlib>=3.9"],
         "8bit": ["bitsandbytes>=0.46"],
         "server": ["fastapi>=0.115", "prometheus-client>=0.23.1", "uvicorn>=0.30"],
@@ -46,7 +48,7 @@ setup(
             "hypothesis>=6.100",
             "playwright>=1.50",
             "pytest>=9.0",
-            "pytest-timeout>=2.3",
+            "pytest-timeout>=2.3.1",
             "pytest-xdist>=3.6",
         ],
         "dev": ["mypy>=1.14", "ruff>=0.12"],

@@ -37,11 +37,18 @@ BLOCK = 2**24
 """Bytes of a plain write or read."""
 STEP_TOKENS = 16
 """Length of the training step that gives Adam a state."""
-SAVE, TORCH_SAVE, PLAIN_WRITE = "save", "torch.save", "plain write"
-LOAD, TORCH_LOAD, PLAIN_READ = "load", "torch.load", "plain read"
-STALL, STALL_TARGET = "asynchronous save", 0.15
+SAVE = "save"
+TORCH_SAVE = "torch.save"
+PLAIN_WRITE = "plain write"
+LOAD = "load"
+TORCH_LOAD = "torch.load"
+PLAIN_READ = "plain read"
+STALL = "asynchronous save"
+STALL_TARGET = 0.15
 """Time for which an asynchronous save holds up the training, relative to a synchronous save."""
-TO_HF, TO_NATIVE, PLAIN_COPY = "native to hf", "hf to native", "plain copy"
+TO_HF = "native to hf"
+TO_NATIVE = "hf to native"
+PLAIN_COPY = "plain copy"
 RATIOS = (
     (SAVE, TORCH_SAVE, 0.9),
     (SAVE, PLAIN_WRITE, None),
@@ -137,7 +144,8 @@ def ratios(rates: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 def report(result: dict[str, Any]) -> str:
     """The figures as text."""
-    size, weights = result["checkpoint_bytes"] / 1e9, result["weight_bytes"] / 1e9
+    size = result["checkpoint_bytes"] / 1e9
+    weights = result["weight_bytes"] / 1e9
     lines = [f"checkpoint {size:.3f} GB, its weights {weights:.3f} GB", ""]
     lines.append(f"{'':24}{'MB/s':>8}{'CPU s':>8}   of each round, MB/s")
     for name, rates in result["MB_per_s"].items():
@@ -164,10 +172,12 @@ class Measured:
 
     def __enter__(self) -> Measured:
         self._stop = threading.Event()
-        self._before = self._peak = _anonymous_bytes()
+        self._before = _anonymous_bytes()
+        self._peak = self._before
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._start = time.perf_counter()
+        self._cpu_start = time.process_time()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -197,7 +207,8 @@ def build_training(shape: Shape, folder: Path) -> Work:
     """An engine whose states are saved and loaded in every way."""
     engine, manager = build_engine_and_manager(shape, folder, zero_stage=1)
     train_one_step(engine, shape)
-    native, other = folder / "native", folder / "other"
+    native = folder / "native"
+    other = folder / "other"
 
     def work(count: int) -> dict[str, dict[str, float]]:
         return {
@@ -230,7 +241,7 @@ def _measure_writes(engine: Any, manager: Any, native: Path, other: Path) -> dic
                 os.fsync(file.fileno())
 
     shutil.rmtree(native, ignore_errors=True)
-    found = {SAVE: measured(lambda: manager.save(engine, TrainState(iteration=1)), native)}
+    found = {SAVE: measured(lambda: manager.saving.save(engine, TrainState(iteration=1)), native)}
     for name, job in ((TORCH_SAVE, torch_save), (PLAIN_WRITE, plain_write)):
         other.mkdir()
         found[name] = measured(job, other)
@@ -258,7 +269,7 @@ def _measure_reads(engine: Any, manager: Any, native: Path) -> dict[str, Any]:
                     pass
 
     jobs = {
-        LOAD: lambda: manager.load(engine, manager.select()),
+        LOAD: lambda: manager.restoring.load(engine, manager.restoring.select()),
         TORCH_LOAD: torch_load,
         PLAIN_READ: plain_read,
     }
@@ -280,11 +291,11 @@ def build_background(shape: Shape, folder: Path) -> Work:
 
     def work(count: int) -> dict[str, float]:
         start = time.perf_counter()
-        manager.save(engine, state)
+        manager.saving.save(engine, state)
         saved = time.perf_counter()
-        manager.save(engine, state, in_background=True)
+        manager.saving.save(engine, state, in_background=True)
         stalled = time.perf_counter()
-        manager.advance(wait=True)
+        manager.saving.advance(wait=True)
         return {"synchronous": saved - start, "stall": stalled - saved}
 
     return work
@@ -311,7 +322,8 @@ def build_conversion(folder: Path) -> Work:
         return measured(lambda: plain_copy(source, target), target)
 
     def work(count: int) -> dict[str, dict[str, float]]:
-        hf, native = folder / "hf", folder / "weights"
+        hf = folder / "hf"
+        native = folder / "weights"
         return {
             TO_HF: converted(folder / "native", hf, "hf"),
             PLAIN_COPY: copied(hf, folder / "copy"),
@@ -340,7 +352,9 @@ def build_resharding(shape: Shape, folder: Path) -> Work:
 
     def work(count: int) -> dict[str, float]:
         drop_from_memory(folder / "native")
-        found = measured(lambda: manager.load(engine, manager.select()), folder / "native")
+        found = measured(
+            lambda: manager.restoring.load(engine, manager.restoring.select()), folder / "native"
+        )
         return {**found, "largest": 4.0 * shape.vocab * shape.hidden}
 
     return work
@@ -352,7 +366,9 @@ def build_engine_and_manager(shape: Shape, folder: Path, *, zero_stage: int) -> 
     import dataclasses
 
     from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+    from megatron_ds.checkpoint.location import RunFolders
     from megatron_ds.checkpoint.manager import CheckpointManager
+    from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
     from megatron_ds.config import CheckpointConfig, TokenizerConfig
     from megatron_ds.engine.build import build_engine
     from megatron_ds.parallel.mesh import Mesh
@@ -366,8 +382,9 @@ def build_engine_and_manager(shape: Shape, folder: Path, *, zero_stage: int) -> 
         checkpoint=CheckpointConfig(save=native, load=native),
     )
     mesh = Mesh.build(1)
-    manager = CheckpointManager(config, mesh, lambda text: None, CollectiveIO())
-    return build_engine(config, mesh, device), manager
+    folders = RunFolders.local(config.checkpoint)
+    run = RunCheckpoints(config, mesh, lambda text: None, CollectiveIO(), folders)
+    return build_engine(config, mesh, device), CheckpointManager(run)
 
 
 def train_one_step(engine: Any, shape: Shape) -> None:

@@ -231,5 +231,6 @@ def write_word_model(folder: Path, **shape: Any) -> None:
         tokenizer_object=words, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
     ).save_pretrained(folder)
     config = transformers.GPT2Config(**shape)
-    config.bos_token_id = config.eos_token_id = size - 1
+    config.bos_token_id = size - 1
+    config.eos_token_id = config.bos_token_id
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)

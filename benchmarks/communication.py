@@ -150,7 +150,7 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
     )
     from megatron_ds.engine.build import build_engine
     from megatron_ds.engine.device_batches import DeviceBatch
-    from megatron_ds.model.spec.architecture import model_spec
+    from megatron_ds.model.declaration.architecture import model_spec
     from megatron_ds.train_state import StepPlan
 
     samples = mesh.dp.size * setting.accumulation
@@ -176,7 +176,8 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
     plan = StepPlan(1, samples, setting.accumulation, 1e-3, 0.0, seq_length=16)
     # The first step is different: ZeRO-3 learns the order of the layers in it.
     engine.train_step(itertools.repeat(batch), plan)
-    log, kept = message_log(NEGLIGIBLE), Counter[str]()
+    log = message_log(NEGLIGIBLE)
+    kept = Counter[str]()
     take_step = engine._engine._take_model_step
 
     def step(*arguments: Any) -> None:

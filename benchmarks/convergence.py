@@ -26,10 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.accelerator.processes import Row, flags, run
 from benchmarks.common import this_machine, versions, write_json
 
-LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB, BATCH = 4, 192, 6, 256, 4096, 8
-PLAIN, MERGED = "GPT-2 in plain PyTorch, nanoGPT's settings", "constant rate, mean of 5 checkpoints"
-WARM_UP, DECAY, MERGES = 0.1, 0.2, 5
-"""Shares of the iterations in which the rate rises, and falls in WSD; merged checkpoints."""
+LAYERS = 4
+HIDDEN = 192
+HEADS = 6
+SEQUENCE = 256
+VOCAB = 4096
+BATCH = 8
+PLAIN = "GPT-2 in plain PyTorch, nanoGPT's settings"
+MERGED = "constant rate, mean of 5 checkpoints"
+WARM_UP = 0.1
+"""Fraction of the iterations in which the rate rises."""
+DECAY = 0.2
+"""Fraction of the iterations in which the rate falls in WSD."""
+MERGES = 5
+"""Merged checkpoints."""
 COSINE = {"lr_decay_style": "cosine", "lr": 1.5e-3, "min_lr": 1.5e-4}
 CONSTANT = {"lr_decay_style": "constant", "lr": 1.5e-3}
 RECIPES: dict[str, Mapping[str, object]] = {

@@ -39,11 +39,13 @@ from benchmarks.common import Contender, Work, in_turn, this_machine, versions, 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend.blend_schedule import blend_order
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
+from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, total_samples
-from megatron_ds.data.token_files.indexed_dataset import HEADER, MAGIC, IndexedDataset
+from megatron_ds.data.token_dataset import SampleReading, TokenDataset
+from megatron_ds.data.token_files.file_formats import MAGIC
+from megatron_ds.data.token_files.indexed_dataset import HEADER, IndexedDataset
 from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.data.validation import DataFiles
 
@@ -187,7 +189,8 @@ def compiled_indexes(documents: int, epochs: int, library: str) -> Work:
 
 def timed_indexes(make: Callable[[], SampleIndexes]) -> Work:
     def work(count: int) -> dict[str, Any]:
-        before, begin = peak_mib(), time.process_time()
+        before = peak_mib()
+        begin = time.process_time()
         indexes = make()
         seconds = time.process_time() - begin
         arrays = (indexes.documents, indexes.samples, indexes.shuffle)
@@ -206,7 +209,8 @@ def timed_indexes(make: Callable[[], SampleIndexes]) -> Work:
 
 def blend(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure the blend order alone, then the complete setup of a run and its first samples."""
-    files, samples = arguments.files, arguments.samples
+    files = arguments.files
+    samples = arguments.samples
     figures: dict[str, Any] = {"files": files, "samples": samples}
     weights = np.random.RandomState(0).dirichlet(np.full(files, 0.7)).tolist()
     for state in ("cold", "warm"):
@@ -241,10 +245,13 @@ def run_once(build: Callable[..., Any], *arguments: object) -> Any:
 
 def measure_blend_order(weights: Sequence[float], samples: int, folder: str) -> Work:
     def work(count: int) -> dict[str, float]:
-        before, begin, cpu = peak_mib(), time.perf_counter(), time.process_time()
+        before = peak_mib()
+        begin = time.perf_counter()
+        cpu = time.process_time()
         order = blend_order(weights, samples, ArrayCache([Path(folder)]))
         order.counts_at(samples)
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        seconds = time.perf_counter() - begin
+        cpu = time.process_time() - cpu
         first = samples // 2
         begin = time.perf_counter()
         million = min(1_000_000, samples - first)
@@ -259,14 +266,18 @@ def measure_blend_order(weights: Sequence[float], samples: int, folder: str) -> 
 
 def measure_blend(prefixes: Sequence[str], samples: int, cache: str) -> Work:
     def work(count: int) -> dict[str, float]:
-        before, anonymous = peak_mib(), anonymous_mib()
-        begin, cpu = time.perf_counter(), time.process_time()
+        before = peak_mib()
+        anonymous = anonymous_mib()
+        begin = time.perf_counter()
+        cpu = time.process_time()
         train = dataset(prefixes, samples, cache)
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        seconds = time.perf_counter() - begin
+        cpu = time.process_time() - cpu
         anonymous = anonymous_mib() - anonymous
         train[0]
         first = time.perf_counter() - begin
-        begin, mark = time.perf_counter(), size_of(Path(cache))
+        begin = time.perf_counter()
+        mark = size_of(Path(cache))
         train[1], train[2], train[3]
         touch = (time.perf_counter() - begin) / 3 * 1e3
         index_mib = (size_of(Path(cache)) - mark) / 3 / 2**20
@@ -374,9 +385,12 @@ def drop_pages(prefix: str) -> None:
 
 def bare_loop(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float:
     """Baseline: copy the tokens of each sample without any checks."""
-    tokens, documents = file.tokens, indexes.documents
-    begins, lengths = (file.pointers // 2).tolist(), file.lengths.tolist()
-    starts, shuffle = indexes.samples, indexes.shuffle
+    tokens = file.tokens
+    documents = indexes.documents
+    begins = (file.pointers // 2).tolist()
+    lengths = file.lengths.tolist()
+    starts = indexes.samples
+    shuffle = indexes.shuffle
     wanted = SEQUENCE + 1
     begin = time.perf_counter()
     for position in range(count):
@@ -389,7 +403,8 @@ def bare_loop(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float
             first = begins[document] + offset
             row[filled : filled + size] = tokens[first : first + size]
             filled += size
-            at, offset = at + 1, 0
+            at += 1
+            offset = 0
     return count / (time.perf_counter() - begin)
 
 

@@ -27,7 +27,8 @@ SHAPES = {
     "tiny": Shape(layers=2, hidden=64, heads=4, sequence=64, vocab=512, micro_batch=2),
     "small": Shape(layers=4, hidden=256, heads=8, sequence=256, vocab=8192, micro_batch=4),
 }
-ENGINE, BARE = "ZeRO 0", "bare loop"
+ENGINE = "ZeRO 0"
+BARE = "bare loop"
 Step = Callable[[], Any]
 
 
@@ -90,7 +91,8 @@ def compare(shape: Shape, rounds: int, seconds: float) -> dict[str, Any]:
             kept: list[float] = []
             cpu: list[float] = []
             for _ in range(counts[name]):
-                start, cpu_start = time.perf_counter(), time.process_time()
+                start = time.perf_counter()
+                cpu_start = time.process_time()
                 losses[name] = float(loops[name]())
                 kept.append(time.perf_counter() - start)
                 cpu.append(time.process_time() - cpu_start)
@@ -124,7 +126,8 @@ def _engine_step(shape: Shape) -> Step:
     from megatron_ds.parallel.mesh import Mesh
     from megatron_ds.train_state import StepPlan
 
-    mesh, device = Mesh.build(1), torch.device("cpu")
+    mesh = Mesh.build(1)
+    device = torch.device("cpu")
     config = our_config(Setting(shape, "fp32", 1), compiled=False)
     samples = shape.micro_batch * mesh.dp.size
     config = config.with_values({"zero_stage": 0, "global_batch_size": samples})

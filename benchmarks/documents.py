@@ -19,10 +19,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.common import this_machine, versions, write_json
 from megatron_ds.model.attention.packed import PerDocumentSDPA, document_lengths
 
-LOOP, MASKED, CAUSAL = "per document", "dense mask", "causal"
+LOOP = "per document"
+MASKED = "dense mask"
+CAUSAL = "causal"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,12 @@ from benchmarks.common import (
     write_word_model,
 )
 
-VOCAB, LENGTH, BATCH, REQUESTS = 8192, 256, 8, 96
-OURS, THEIRS = "megatron_ds", "hf"
+VOCAB = 8192
+LENGTH = 256
+BATCH = 8
+REQUESTS = 96
+OURS = "megatron_ds"
+THEIRS = "hf"
 
 
 def main(argv: list[str] | None = None) -> int:

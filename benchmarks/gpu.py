@@ -102,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.data is None and options.command in ("references", "first"):
         parser.error(f"{options.command} needs --data FOLDER")
     budget.start(options.budget)
-    begin, status = time.perf_counter(), 0
+    begin = time.perf_counter()
+    status = 0
     command = COMMANDS[options.command]
     for row in budget.cases(command.cases(options)):
         skipped = row.get("skipped")
@@ -359,7 +360,8 @@ def _size(options: argparse.Namespace) -> Any:
 
 
 def _measurement(options: argparse.Namespace) -> train.Measurement:
-    tiny, found = options.size.startswith(TINY), _measured(options)
+    tiny = options.size.startswith(TINY)
+    found = _measured(options)
     return train.Measurement(
         peak_tflops=options.peak_tflops,
         warm_up=1 if tiny else options.warm_up,

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.convergence import BATCH, HEADS, HIDDEN, LAYERS, SEQUENCE, VOCAB, WARM_UP
 from benchmarks.plain_gpt2 import GPT2
 
-RATE, LOWEST = 1.5e-3, 1.5e-4
+RATE = 1.5e-3
+LOWEST = 1.5e-4
 
 
 def rate(step: int, iterations: int) -> float:
@@ -44,7 +45,9 @@ def train(folder: Path, seed: int, iterations: int, output: Path) -> None:
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-    interval, recent, curve = max(1, iterations // 30), [], []
+    interval = max(1, iterations // 30)
+    recent = []
+    curve = []
     for step in range(iterations):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, iterations)
@@ -59,7 +62,8 @@ def train(folder: Path, seed: int, iterations: int, output: Path) -> None:
         if (step + 1) % interval == 0:
             curve.append((step + 1, sum(recent) / len(recent)))
             recent.clear()
-    total = count = 0
+    total = 0
+    count = 0
     with torch.no_grad():
         for start in range(0, len(held_out) - 1, SEQUENCE):
             sample = held_out[None, start : start + SEQUENCE + 1]

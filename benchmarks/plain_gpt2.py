@@ -22,9 +22,12 @@ class Block(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.fc_in, self.fc_out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
+        self.fc_in = nn.Linear(hidden, 4 * hidden)
+        self.fc_out = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x_BSH)).unflatten(-1, (3, self.heads, -1))
@@ -41,7 +44,8 @@ class GPT2(nn.Module):
 
     def __init__(self, layers: int, hidden: int, heads: int, sequence: int, vocab: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocab, hidden), nn.Embedding(sequence, hidden)
+        self.tokens = nn.Embedding(vocab, hidden)
+        self.positions = nn.Embedding(sequence, hidden)
         self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         for module in self.modules():

@@ -63,7 +63,8 @@ def main() -> int:
     options = parser.parse_args()
     flags = BASE + ("--bf16 " if options.bf16 else "")
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
-    links, memory = [], []
+    links = []
+    memory = []
     for _ in range(options.rounds):
         for ranks in (1, 2):
             own = {name: flags + case for name, (count, case) in CASES.items() if count == ranks}
@@ -138,7 +139,8 @@ def _seconds(config: Any, steps: int) -> float:
 
     mesh = Mesh.build(**config.axis_sizes)
     engine = build_engine(as_a_large_model(config), mesh, torch.device("cpu"))
-    size, length = config.schedule.micro_batch_size, config.model.seq_length
+    size = config.schedule.micro_batch_size
+    length = config.model.seq_length
     tokens = torch.randint(config.model.vocab_size, (size, length))
     batch = DeviceBatch(tokens, tokens, None, 0)
     samples = config.schedule.global_batch_size

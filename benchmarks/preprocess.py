@@ -35,12 +35,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import this_machine, versions, write_json
+from megatron_ds.demo import corpus
 from megatron_ds.tokenizer.train import train_bpe
-from tools import make_corpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COPIES = {"once": 1, "middle": 4, "large": 16}
-FLOOR, TOOL = "floor large", "tool large"
+FLOOR = "floor large"
+TOOL = "tool large"
 TARGETS = {"ratio": 0.2, "steady": 60.0}
 """Maximum ratio to the floor's time; minimum MB/s in the steady state."""
 FLOOR_CODE = """
@@ -160,29 +161,51 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def all_commands(folder: Path, vocab: str, merges: str, workers: int) -> dict[str, list[str]]:
-    tokenizer, floor = str(folder / "tokenizer.json"), str(folder / "floor.bin")
+    tokenizer = str(folder / "tokenizer.json")
+    floor = str(folder / "floor.bin")
     commands = {
         FLOOR: [
-            *("env", f"RAYON_NUM_THREADS={workers}", sys.executable, "-c", FLOOR_CODE),
-            *(tokenizer, str(folder / "large.jsonl"), floor),
+            "env",
+            f"RAYON_NUM_THREADS={workers}",
+            sys.executable,
+            "-c",
+            FLOOR_CODE,
+            tokenizer,
+            str(folder / "large.jsonl"),
+            floor,
         ]
     }
     for name in reversed(COPIES):
         commands[f"tool {name}"] = [
-            *("env", f"PYTHONPATH={REPOSITORY}", sys.executable),
-            *(str(REPOSITORY / "tools" / "preprocess_data.py"), "--append-eod", "--overwrite"),
-            *("--input", str(folder / f"{name}.jsonl"), "--output-prefix", str(folder / name)),
-            *("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab),
-            *("--merge-file", merges, "--workers", str(workers)),
+            "env",
+            f"PYTHONPATH={REPOSITORY}",
+            sys.executable,
+            str(REPOSITORY / "tools" / "preprocess_data.py"),
+            "--append-eod",
+            "--overwrite",
+            "--input",
+            str(folder / f"{name}.jsonl"),
+            "--output-prefix",
+            str(folder / name),
+            "--tokenizer-type",
+            "GPT2BPETokenizer",
+            "--vocab-file",
+            vocab,
+            "--merge-file",
+            merges,
+            "--workers",
+            str(workers),
         ]
     return commands
 
 
 def timed(command: list[str]) -> Run:
     """Run a command; measure wall and CPU seconds of its process and children."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
     completed = subprocess.run(command, check=True, capture_output=True, text=True)
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     stages = [line for line in completed.stdout.splitlines() if line.startswith("time: ")]
     return Run(round(wall, 3), round(cpu, 3), "".join(stages))
@@ -219,7 +242,7 @@ def find_input(args: argparse.Namespace, folder: Path) -> tuple[Path, str, str]:
 def library_corpus(path: Path) -> Path:
     """Write the sources of Python's standard library, one document per file."""
     with open(path, "w", encoding="utf-8") as out:
-        for text in make_corpus.sources(Path(sysconfig.get_path("stdlib"))):
+        for text in corpus.sources(Path(sysconfig.get_path("stdlib"))):
             out.write(json.dumps({"text": text}) + "\n")
     return path
 

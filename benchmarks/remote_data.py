@@ -30,16 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import Contender, Work, in_turn, this_machine, versions, write_json
 from benchmarks.data import MICRO_BATCH, SEQUENCE, VOCABULARY, close, report, write_tokens
-from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading
+from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.remote.block_cache import BLOCK_BYTES
 from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.sample_index import build_indexes
+from megatron_ds.data.token_dataset import SampleReading
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from tests.object_server import BUCKET, FolderServer
 
 TARGET = 0.8
-LATENCY_S, STEP_S, STEPS, FIRST_STEPS = 0.02, 0.1, 150, 4
+LATENCY_S = 0.02
+STEP_S = 0.1
+STEPS = 150
+FIRST_STEPS = 4
 SMALL_BLOCK = 1 << 14
 
 
@@ -169,7 +173,8 @@ def steps(prefix: str, cache: str, workers: int) -> Work:
     def work(count: int) -> tuple[float, list[float]]:
         begin = time.perf_counter()
         batches = loader(open_dataset(prefix, cache, SMALL_BLOCK), workers)
-        opened, waits = time.perf_counter() - begin, []
+        opened = time.perf_counter() - begin
+        waits = []
         for _ in range(count):
             begin = time.perf_counter()
             next(batches)

@@ -48,7 +48,8 @@ from megatron_ds.fileio.atomic import FileRecord
 HERE = Path(__file__).resolve().parent.parent
 SIZES = (8, 64, 256, 1024, 4096)
 GLOO_SIZES = (8, 16, 32, 64, 128)
-TP, PP = 8, 4
+TP = 8
+PP = 4
 SEQ_LENGTH = 2048
 HIDDEN_SIZES = (128, 256, 512, 1024)
 
@@ -128,7 +129,9 @@ def start_calls(sizes: Sequence[int]) -> Curve:
             count_start_calls(flags, folder, 1, world_size)  # builds the indexes
             hosts = max(1, world_size // RANKS_PER_HOST)
             measured = min(hosts, 2)
-            per_host, samples, start = [], set(), time.perf_counter()
+            per_host = []
+            samples = set()
+            start = time.perf_counter()
             for host in range(measured):
                 first = host * RANKS_PER_HOST
                 calls = count_start_calls(flags, folder, RANKS_PER_HOST, world_size, first)
@@ -147,10 +150,12 @@ def start_calls(sizes: Sequence[int]) -> Curve:
 
 def start_messages(size: int) -> dict[str, float]:
     """What all ranks exchange through the store before and after it connects them, as threads."""
-    ranks, start = RankThreads(size), time.perf_counter()
+    ranks = RankThreads(size)
+    start = time.perf_counter()
     results = ranks.run(say_where)
     assert all(result is not None for result in results)
-    seconds, traffic = time.perf_counter() - start, ranks.store.traffic
+    seconds = time.perf_counter() - start
+    traffic = ranks.store.traffic
     row: dict[str, float] = {"ranks": size}
     row |= {"requests": traffic["requests"], "bytes": traffic["bytes"]}
     message = len(json.dumps([each.to_json() for each in place_of(0)]))
@@ -189,7 +194,8 @@ def run_gloo(size: int) -> None:
 
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     proxy = socket.create_server(("127.0.0.1", 0), backlog=size)
-    counts, lock = [0], threading.Lock()
+    counts = [0]
+    lock = threading.Lock()
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         while data := source.recv(1 << 16):
@@ -239,7 +245,8 @@ def mesh(size: int) -> dict[str, float]:
     from megatron_ds.parallel.mesh import Mesh
 
     dist.init_process_group("fake", rank=size // 3, world_size=size, store=FakeStore())
-    before, start = resident_bytes(), time.perf_counter()
+    before = resident_bytes()
+    start = time.perf_counter()
     built = Mesh.build(min(TP, size), pp_size=PP if size >= TP * PP else 1)
     seconds = time.perf_counter() - start
     assert built.world_size == size
@@ -313,9 +320,11 @@ def index(tokens: int) -> dict[str, float]:
     documents = tokens // 1000
     lengths = np.full(documents, 1000, np.int32)
     samples = (tokens - 1) // SEQ_LENGTH
-    before, start = peak_bytes(), time.perf_counter()
+    before = peak_bytes()
+    start = time.perf_counter()
     built = build_indexes(lengths, np.arange(documents), samples, SEQ_LENGTH, 1)
-    seconds, peak = time.perf_counter() - start, peak_bytes() - before
+    seconds = time.perf_counter() - start
+    peak = peak_bytes() - before
     size = sum(array.nbytes for array in vars(built).values())
     predicted = index_bytes(samples, documents, tokens, SEQ_LENGTH)
     return {
@@ -332,7 +341,8 @@ def blend(samples: int) -> dict[str, float]:
     weights = [1 / (1 + number) for number in range(100)]
     weights = [weight / sum(weights) for weight in weights]
     with tempfile.TemporaryDirectory() as folder:
-        before, start = peak_bytes(), time.perf_counter()
+        before = peak_bytes()
+        start = time.perf_counter()
         order = blend_order(weights, samples, ArrayCache([Path(folder)]), FAIR)
         order.counts_at(samples)
         seconds = time.perf_counter() - start
@@ -404,7 +414,8 @@ def plot(curves: dict[str, Curve], folder: Path) -> None:
     for name, panels in PANELS.items():
         figure, axes = pyplot.subplots(2, len(panels) // 2, figsize=(11, 6), layout="constrained")
         for place, (key, title, columns) in zip(axes.flat, panels, strict=True):
-            x_name, *_ = curve = curves[key]
+            curve = curves[key]
+            x_name, *_ = curve
             for column in columns:
                 values = [value or float("nan") for value in curve[column]]
                 place.plot(curve[x_name], values, marker="o", markersize=3, label=column)

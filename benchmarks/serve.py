@@ -44,7 +44,11 @@ from benchmarks.common import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LENGTH, PROMPT, NEW, EQUAL, CLIENTS = 256, 32, 64, 24, 200
+LENGTH = 256
+PROMPT = 32
+NEW = 64
+EQUAL = 24
+CLIENTS = 200
 SLOTS = 32
 IN_A_ROW = 3
 """Requests of one kind, so that not all of them follow those of another process."""
@@ -119,7 +123,9 @@ async def measure(
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=600) as client:
         one = {"prompt": ids_of(1, PROMPT), "max_tokens": NEW, "temperature": 0}
         await send(client, one)
-        theirs, alone, together = [], [], []
+        theirs = []
+        alone = []
+        together = []
         for _ in range(options.rounds):
             theirs.append([single.run(1) for _ in range(IN_A_ROW)])
             alone.append([await timed(send(client, one)) for _ in range(IN_A_ROW)])
@@ -180,9 +186,15 @@ def running_server(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        *(sys.executable, REPOSITORY / "tools" / "run_text_generation_server.py"),
-        *("--load", f"hf:{folder}", f"--{MODELS[options.model][1]}", "--port", port),
-        *("--inference-max-requests", SLOTS),
+        sys.executable,
+        REPOSITORY / "tools" / "run_text_generation_server.py",
+        "--load",
+        f"hf:{folder}",
+        f"--{MODELS[options.model][1]}",
+        "--port",
+        port,
+        "--inference-max-requests",
+        SLOTS,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     process = subprocess.Popen(
@@ -251,7 +263,8 @@ async def run_load(
     """All clients send requests until the time is over; tokens count if they came within it."""
     import psutil  # type: ignore[import-untyped]
 
-    load, end = Load(), time.perf_counter() + options.seconds
+    load = Load()
+    end = time.perf_counter() + options.seconds
 
     async def client_loop(number: int) -> None:
         draw = random.Random(number)

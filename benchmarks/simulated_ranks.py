@@ -109,7 +109,8 @@ class StoreBelow:
     """The keys of a store that start with a prefix."""
 
     def __init__(self, prefix: str, store: Any) -> None:
-        self._prefix, self._store = prefix, store
+        self._prefix = prefix
+        self._store = store
 
     def set(self, key: str, value: str) -> None:
         self._store.set(self._prefix + key, value)
@@ -131,7 +132,9 @@ class RankThreads:
     """Ranks as threads of this process, with a store in place of the network."""
 
     def __init__(self, count: int) -> None:
-        self.store, self.count, self._own = CountingStore(), count, threading.local()
+        self.store = CountingStore()
+        self.count = count
+        self._own = threading.local()
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Calls `work` with each rank; returns what the ranks return."""
@@ -141,7 +144,8 @@ class RankThreads:
             self._own.rank = rank
             results[rank] = work(rank)
 
-        versions, digests = software.versions(), software.source_digests()
+        versions = software.versions()
+        digests = software.source_digests()
         modules = software.module_digests()
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             (distributed, "rank", lambda: self._own.rank),

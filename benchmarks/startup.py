@@ -1,16 +1,18 @@
 """Start-up time of --help, an argument error, the imports, and the first iteration.
 
-    python benchmarks/startup.py [--rounds 3] [--output startup.json]
+    python benchmarks/startup.py [--rounds 3] [--against CHECKOUT] [--output startup.json]
 
 The time to the first iteration, under `deepspeed`, is split into the phases that a run prints. The
 model has the size of the demo's, the corpus is synthetic. Times are wall times, so nothing else
 should run at the same time. A warm-up run fills the page cache and builds the C++ ops and the data
-index.
+index. The CPU seconds of one process until its first step depend little on what else runs; with
+--against, another checkout of this project is measured in turns, and their ratio is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import socket
 import statistics
@@ -30,11 +32,23 @@ from megatron_ds.data.token_files.indexed_writer import pair_writer
 
 HERE = Path(__file__).resolve().parent.parent
 MODEL = (
-    *("--num-layers", "4", "--hidden-size", "192", "--num-attention-heads", "6"),
-    *("--seq-length", "256", "--attention-dropout", "0", "--hidden-dropout", "0"),
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "192",
+    "--num-attention-heads",
+    "6",
+    "--seq-length",
+    "256",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
 )
 """The size of the demo's model."""
-VOCABULARY, DOCUMENTS, LENGTH = 4096, 200, 600
+VOCABULARY = 4096
+DOCUMENTS = 200
+LENGTH = 600
 TARGETS = {"--help": 1.5, "argument error": 3.0, "own imports": 0.3, "first iteration": 8.0}
 """Seconds, with two cores and a warm page cache."""
 OWN_IMPORTS = """
@@ -65,17 +79,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     parser.add_argument("--processes", type=int, default=2, help="processes of the run")
+    parser.add_argument("--against", type=Path, help="another checkout of this project")
     parser.add_argument("--output", type=Path, help="output file (JSON)")
     arguments = parser.parse_args(argv)
+    folders = [HERE, *([arguments.against.resolve()] if arguments.against else [])]
     with tempfile.TemporaryDirectory() as folder:
         prefix = synthetic_corpus(Path(folder))
         start(prefix, arguments.processes)
-        helps, errors, imports, starts = [], [], [], []
+        helps = []
+        errors = []
+        imports = []
+        starts = []
+        cpu: dict[Path, list[float]] = {folder: [] for folder in folders}
         for _ in range(arguments.rounds):
             helps.append(time_command(["--help"], expected=0))
             errors.append(time_command([*settings(prefix), "--num-layer", "4"], expected=2))
             imports.append(own_imports())
             starts.append(start(prefix, arguments.processes))
+            for checkout, seconds in cpu.items():
+                seconds.append(cpu_seconds(prefix, checkout))
+    cpu_medians = [statistics.median(seconds) for seconds in cpu.values()]
     figures = {
         "--help": statistics.median(helps),
         "argument error": statistics.median(errors),
@@ -83,12 +106,17 @@ def main(argv: list[str] | None = None) -> int:
         "first iteration": statistics.median(one.seconds for one in starts),
     }
     print(report(figures, parts_of(starts)))
+    print(f"\nCPU seconds of one process until its first step: {cpu_medians[0]:.2f}")
+    if arguments.against is not None:
+        ratio = cpu_medians[0] / cpu_medians[1]
+        print(f"of {arguments.against}: {cpu_medians[1]:.2f}; ratio {ratio:.2f}")
     if arguments.output is not None:
         result = {
             "machine": asdict(this_machine()),
             "versions": versions(["torch", "deepspeed"]),
             "processes": arguments.processes,
             "seconds": figures,
+            "cpu_seconds": cpu_medians,
             "parts": parts_of(starts),
             "starts": [asdict(one) for one in starts],
         }
@@ -128,10 +156,26 @@ def settings(prefix: Path) -> list[str]:
     """Return the flags of a run of two iterations."""
     return [
         *MODEL,
-        *("--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "2"),
-        *("--lr", "1e-3", "--zero-stage", "1", "--eval-iters", "0", "--split", "1,0,0"),
-        *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY)),
-        *("--data-path", str(prefix)),
+        "--micro-batch-size",
+        "4",
+        "--global-batch-size",
+        "8",
+        "--train-iters",
+        "2",
+        "--lr",
+        "1e-3",
+        "--zero-stage",
+        "1",
+        "--eval-iters",
+        "0",
+        "--split",
+        "1,0,0",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        str(VOCABULARY),
+        "--data-path",
+        str(prefix),
     ]
 
 
@@ -159,6 +203,30 @@ def own_imports() -> float:
     command = [sys.executable, "-c", OWN_IMPORTS]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
+
+
+def cpu_seconds(prefix: Path, checkout: Path) -> float:
+    """Return the CPU seconds, of all threads, of a run of one step in one process.
+
+    Raises:
+        RuntimeError: If the run fails.
+    """
+    flags = [*settings(prefix), "--train-iters", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "pretrain_gpt.py", *flags],
+            cwd=checkout,
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            log.seek(0)
+            raise RuntimeError(f"{checkout} failed:\n{log.read().decode()[-3000:]}")
+    return usage.ru_utime + usage.ru_stime
 
 
 def start(prefix: Path, processes: int) -> Start:

@@ -4,7 +4,8 @@
 Each contender trains the same model (6 layers, hidden size 256, 8 heads, tied embeddings) on the
 same tokens in its own process. The processes run in turn; ratios are medians over rounds. The
 matrix multiplication rate of the machine is measured in the same rounds, to compute the model FLOPs
-utilization (MFU).
+utilization (MFU), with all of attention as in the training log, and with the half that Megatron-LM
+counts for the causal mask.
 
 On a CPU without instructions for bf16, torch's own bf16 products take about thirty times as long as
 fp32. There all contenders, and the products that are measured alone, compute them as training does:
@@ -38,19 +39,20 @@ from benchmarks.common import (
     write_json,
 )
 
-OURS, COMPILED, BARE, BARE_COMPILED, PLAIN, PLAIN_COMPILED, DEEPSPEED, PRODUCTS, MATMUL = (
-    "megatron_ds",
-    "megatron_ds --compile",
-    "plain PyTorch",
-    "plain PyTorch, torch.compile",
-    "transformers",
-    "transformers, torch.compile",
-    "transformers, DeepSpeed ZeRO-1",
-    "products and attention alone",
-    "matmul",
-)
+OURS = "megatron_ds"
+COMPILED = "megatron_ds --compile"
+BARE = "plain PyTorch"
+BARE_COMPILED = "plain PyTorch, torch.compile"
+PLAIN = "transformers"
+PLAIN_COMPILED = "transformers, torch.compile"
+DEEPSPEED = "transformers, DeepSpeed ZeRO-1"
+PRODUCTS = "products and attention alone"
+MATMUL = "matmul"
 MATRIX = 2048
-LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
+LR = 1e-4
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,18 +121,26 @@ def main(argv: list[str] | None = None) -> int:
             "rounds": options.rounds,
             "steps": options.steps,
             "model_flops_per_step": flops_per_step(shape),
+            "causal_model_flops_per_step": flops_per_step(shape, is_causal=True),
         },
         "tables": [],
     }
-    for dtype in options.dtype:
-        table = measure(
-            Setting(shape, dtype, threads),
-            {OURS: contenders(False)[OURS]} if options.ours else contenders(options.compile),
-            rounds=options.rounds,
-            steps=options.steps,
-        )
-        result["tables"].append(table)
-        show(table, result)
+    if options.cases is None:
+        for dtype in options.dtype:
+            table = measure(
+                Setting(shape, dtype, threads),
+                {OURS: contenders(False)[OURS]} if options.ours else contenders(options.compile),
+                rounds=options.rounds,
+                steps=options.steps,
+            )
+            result["tables"].append(table)
+            show(table, result)
+    else:
+        from benchmarks import layout_steps
+
+        measured = options.cases, options.dtype, options.rounds, options.steps
+        result["cases"] = list(layout_steps.measure_cases(*measured))
+        result["settings"] |= {"shape": dataclasses.asdict(layout_steps.SHAPE), "threads": 1}
     if options.output is not None:
         write_json(options.output, result)
         print(f"wrote {options.output}")
@@ -154,6 +164,12 @@ def _parser() -> argparse.ArgumentParser:
         help="also measure both models with torch.compile (about two minutes per dtype)",
     )
     add("--ours", action="store_true", help="measure only megatron_ds, without --compile")
+    add(
+        "--cases",
+        nargs="*",
+        metavar="CASE",
+        help="instead, measure --compile in layouts of two ranks (all, or these)",
+    )
     add("--output", type=Path, help="output file (JSON)")
     return parser
 
@@ -203,7 +219,7 @@ def measure(
             contender.close()
     rate = 2 * matrix**3 / statistics.median(flatten(report.seconds for report in products))
     by_name = dict(zip(builders, reports, strict=True))
-    flops = flops_per_step(setting.shape)
+    flops, causal_flops = (flops_per_step(setting.shape, is_causal=x) for x in (False, True))
     tokens = setting.shape.micro_batch * setting.shape.sequence
     return {
         "dtype": setting.dtype,
@@ -211,6 +227,7 @@ def measure(
         "matmul_gflops": rate / 1e9,
         "contenders": [
             summary(name, kept, flops=flops, tokens=tokens, rate=rate)
+            | {"causal_mfu": causal_flops / step_seconds(kept) / rate}
             for name, kept in by_name.items()
         ],
         "ratios": ratios(setting.dtype, by_name),
@@ -229,7 +246,7 @@ def summary(
         tokens: Tokens per step.
         rate: Matmul rate of the machine in FLOP/s.
     """
-    seconds = statistics.median(flatten(report.seconds for report in reports))
+    seconds = step_seconds(reports)
     return {
         "name": name,
         "step_seconds": seconds,
@@ -241,6 +258,10 @@ def summary(
         "last_loss": reports[-1].loss,
         "rounds": [report.seconds for report in reports],
     }
+
+
+def step_seconds(reports: Sequence[Report]) -> float:
+    return statistics.median(flatten(report.seconds for report in reports))
 
 
 def ratios(dtype: str, reports: dict[str, list[Report]]) -> list[dict[str, Any]]:
@@ -282,12 +303,17 @@ def flatten(lists: Iterator[list[float]]) -> list[float]:
     return [value for values in lists for value in values]
 
 
-def flops_per_step(shape: Shape) -> int:
-    """Return the model FLOPs of forward and backward, as in the training log."""
-    from megatron_ds.model.spec.architecture import model_spec
+def flops_per_step(shape: Shape, *, is_causal: bool = False) -> int:
+    """Return the model FLOPs of forward and backward, as in the training log.
+
+    Args:
+        shape: Shape of the model and the micro-batch.
+        is_causal: The causal mask halves attention, as in Megatron-LM's program.
+    """
+    from megatron_ds.model.declaration.architecture import model_spec
 
     config = dataclasses.replace(_model_config(shape), make_vocab_size_divisible_by=1)
-    return shape.micro_batch * model_spec(config).flops(shape.sequence)
+    return shape.micro_batch * model_spec(config).flops(shape.sequence, is_causal=is_causal)
 
 
 def show(table: dict[str, Any], result: dict[str, Any]) -> None:
@@ -300,7 +326,8 @@ def show(table: dict[str, Any], result: dict[str, Any]) -> None:
     if table["products_in_fp32"]:
         title += ", products of all contenders in fp32"
     figures = Table(title=title)
-    for column in ("contender", "s/step", "CPU s/step", "tokens/s", "GFLOP/s", "MFU", "peak MiB"):
+    rates = "tokens/s", "GFLOP/s", "MFU", "MFU as Megatron-LM counts"
+    for column in ("contender", "s/step", "CPU s/step", *rates, "peak MiB"):
         figures.add_column(column, justify="left" if column == "contender" else "right")
     for row in table["contenders"]:
         figures.add_row(
@@ -310,6 +337,7 @@ def show(table: dict[str, Any], result: dict[str, Any]) -> None:
             f"{row['tokens_per_second']:.0f}",
             f"{row['model_gflops']:.0f}",
             f"{row['mfu']:.0%}",
+            f"{row['causal_mfu']:.0%}",
             f"{row['peak_mib']:.0f}",
         )
     pairs = Table(title="step time ratio, ours / peer (paired rounds)")
@@ -342,10 +370,13 @@ class Training:
 
     def __call__(self, count: int) -> Report:
         """Measure `count` steps after a warm-up step, since an idle process starts slowly."""
-        seconds, cpu_seconds, loss = [], [], float("nan")
+        seconds = []
+        cpu_seconds = []
+        loss = float("nan")
         for _ in range(count + 1):
             tokens, labels = self._next_batch()
-            start, cpu_start = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            cpu_start = time.process_time()
             loss = self._step(tokens, labels)
             seconds.append(time.perf_counter() - start)
             cpu_seconds.append(time.process_time() - cpu_start)
@@ -464,8 +495,10 @@ def build_products(setting: Setting) -> Work:
     import torch
     import torch.nn.functional as F
 
-    shape, dtype = setting.shape, torch.bfloat16 if setting.dtype == "bf16" else torch.float32
-    tokens, hidden = shape.micro_batch * shape.sequence, shape.hidden
+    shape = setting.shape
+    dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+    tokens = shape.micro_batch * shape.sequence
+    hidden = shape.hidden
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device, dtype=dtype)
@@ -499,9 +532,11 @@ def build_matmul(setting: Setting, size: int) -> Work:
     out = torch.empty_like(a)
 
     def work(count: int) -> Report:
-        seconds, cpu_seconds = [], []
+        seconds = []
+        cpu_seconds = []
         for _ in range(5 * count):
-            start, cpu_start = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            cpu_start = time.process_time()
             torch.mm(a, b, out=out)
             float(out[0, 0])
             seconds.append(time.perf_counter() - start)
@@ -563,7 +598,7 @@ def start_process_group(threads: int, dtype: str = "fp32") -> Any:
     here = distributed.init_distributed(RuntimeConfig())
     import torch
 
-    from megatron_ds.parallel.half_products import replace_slow_products
+    from megatron_ds.model.kernels.half_products import replace_slow_products
 
     torch.set_num_threads(threads)
     torch.manual_seed(1234)
@@ -578,7 +613,7 @@ def has_fp32_products(dtype: str) -> bool:
 
     from megatron_ds.config.devices import is_host
     from megatron_ds.launch import device
-    from megatron_ds.parallel.half_products import has_instructions
+    from megatron_ds.model.kernels.half_products import has_instructions
 
     return dtype == "bf16" and is_host(device.kind()) and not has_instructions(torch.bfloat16)
 

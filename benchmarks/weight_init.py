@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.common import this_machine, versions, write_json
 from megatron_ds.model.weight_init import Initializer
 
@@ -48,7 +50,8 @@ def main() -> int:
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in draws}
     for _ in range(options.rounds):
         for name, draw in draws.items():
-            start, cpu_start = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            cpu_start = time.process_time()
             draw()
             taken[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
     numbers = shape[0] * shape[1] / 1e6

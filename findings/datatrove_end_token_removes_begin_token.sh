@@ -10,7 +10,7 @@ set -euo pipefail
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/env"
 "$work/env/bin/pip" install --quiet datatrove==0.10.1 tokenizers==0.23.3 numpy orjson
-"$work/env/bin/python" - "$work" <<'PY' 2>/dev/null
+"$work/env/bin/python" - "$work" 2>"$work/log" <<'PY' || { cat "$work/log"; exit 1; }
 import importlib.metadata, sys
 import numpy as np
 from datatrove.data import Document

@@ -10,7 +10,7 @@ set -euo pipefail
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/env"
 "$work/env/bin/pip" install --quiet torch==2.13.0 transformers==5.23.0 torchao==0.18.0 accelerate==1.15.0
-HF_HUB_OFFLINE=1 "$work/env/bin/python" -W ignore - "$work" <<'PY' 2>/dev/null
+HF_HUB_OFFLINE=1 "$work/env/bin/python" -W ignore - "$work" 2>"$work/log" <<'PY' || { cat "$work/log"; exit 1; }
 import sys
 import torch, torchao, transformers
 from torchao.quantization import Int8WeightOnlyConfig

@@ -11,8 +11,8 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import exclusive_problem, in_effect
 from megatron_ds.config.options.schedule import ENDLESS_STYLES, SCHEDULE_LENGTHS
+from megatron_ds.config.phases import by_phase
 from megatron_ds.config.problems import Problem, with_value
-from megatron_ds.config.stages import by_stage
 from megatron_ds.schedules import ScheduleLength, in_lr_units
 
 
@@ -23,9 +23,10 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
         dp_size: Data-parallel size; 0 if unknown.
     """
     if config.schedule.stages:
-        yield from by_stage(config, lambda stage: problems(stage, dp_size))
+        yield from by_phase(config, lambda stage: problems(stage, dp_size))
         return
-    schedule, lr = in_effect(config.schedule), config.optimizer.lr
+    schedule = in_effect(config.schedule)
+    lr = config.optimizer.lr
     for name in ("lr_warmup_init", "min_lr"):
         if getattr(schedule, name) > lr:
             yield Problem("learning-rate-exceeds-maximum", name, "lr", settings=schedule, lr=lr)
@@ -34,7 +35,8 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
     if has_one_length and all(len(schedule.given_lengths(stem)) < 2 for stem in SCHEDULE_LENGTHS):
         yield from _lr_length_problems(config, dp_size)
     if schedule.curriculum_seqlen is not None:
-        end, longest = schedule.curriculum_seqlen[1], config.model.seq_length
+        end = schedule.curriculum_seqlen[1]
+        longest = config.model.seq_length
         if longest > 0 and end > longest:
             yield Problem("curriculum-exceeds-sequence", settings=schedule, longest=longest)
         if in_effect(config.recompute).contiguous_checkpointing:
@@ -51,16 +53,17 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
 def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
     """Warn of effects of a valid schedule that the user may not expect."""
     if config.schedule.stages:
-        yield from by_stage(config, lambda stage: warnings(stage, dp_size))
+        yield from by_phase(config, lambda stage: warnings(stage, dp_size))
         return
     if not _is_countable(config, dp_size):
         return
-    schedule, run = config.schedule, schedules.run_totals(config, dp_size)
+    schedule = config.schedule
+    run = schedules.run_totals(config, dp_size)
     reaches_tokens = schedule.train_tokens is not None and run.tokens >= schedule.train_tokens
     samples = schedule.train_samples
     if samples is not None and run.samples < samples and not reaches_tokens:
-        rest = samples - run.samples
-        yield Problem("incomplete-last-batch", settings=schedule, run=run, rest=rest)
+        remaining = samples - run.samples
+        yield Problem("incomplete-last-batch", settings=schedule, run=run, rest=remaining)
     if schedule.train_tokens is not None and not reaches_tokens:
         ended_by = "train_iters" if samples is None else "train_samples"
         yield Problem("tokens-not-reached", "train_tokens", ended_by, settings=schedule, run=run)
@@ -69,7 +72,8 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
             yield Problem("batch-size-not-reached", tokens=run.tokens, size=size, start=tokens)
     if schedule.curriculum_seqlen is not None:
         _, end, steps = schedule.curriculum_seqlen
-        longest, iterations = config.model.seq_length, run.iterations
+        longest = config.model.seq_length
+        iterations = run.iterations
         if steps > iterations:
             last = schedules.seq_length_at(config, iterations - 1)
             yield Problem("curriculum-not-completed", settings=schedule, run=run, last=last)
@@ -103,7 +107,8 @@ def _is_countable(config: Config, dp_size: int) -> bool:
 
 def _decoupled_lr_problems(config: Config) -> Iterator[Problem]:
     """Bounds of the learning rate that exceed --decoupled-lr."""
-    schedule, options = in_effect(config.schedule), in_effect(config.optimizer)
+    schedule = in_effect(config.schedule)
+    options = in_effect(config.optimizer)
     if options.decoupled_lr is None:
         return
     floor = "min_lr" if options.decoupled_min_lr is None else "decoupled_min_lr"
@@ -112,7 +117,8 @@ def _decoupled_lr_problems(config: Config) -> Iterator[Problem]:
         (schedule if floor == "min_lr" else options, floor),
     ):
         if getattr(owner, name) > options.decoupled_lr:
-            names, peak = (name, "decoupled_lr"), with_value(options, "decoupled_lr")
+            names = (name, "decoupled_lr")
+            peak = with_value(options, "decoupled_lr")
             yield Problem("learning-rate-exceeds-decoupled", *names, settings=owner, peak=peak)
 
 
@@ -121,7 +127,8 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
 
     They are compared in the unit in which all are given, otherwise in the learning rate's.
     """
-    schedule, decay = config.schedule, schedules.decay_as_given(config)
+    schedule = config.schedule
+    decay = schedules.decay_as_given(config)
     warmup = schedules.given_length(config, "lr_warmup")
     annealing = (
         schedules.given_length(config, "lr_wsd_decay") if schedule.lr_decay_style == "WSD" else None
@@ -143,12 +150,16 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
         return str(length) if length.unit == unit else f"{length} ({in_unit(length):.15g} {unit})"
 
     end = in_unit(decay)
-    name, start, shown = "lr_warmup_fraction", 0.0, ""
+    name = "lr_warmup_fraction"
+    start = 0.0
+    shown = ""
     if fraction is not None:
         start = fraction * end
         shown = f"{with_value(schedule, name)} x {end:.15g} = {start:.15g} {unit}"
     elif warmup is not None:
-        name, start, shown = warmup.field, in_unit(warmup), described(warmup)
+        name = warmup.field
+        start = in_unit(warmup)
+        shown = described(warmup)
     if start >= end and not (schedule.lr_decay_style in ENDLESS_STYLES and fraction is None):
         yield Problem(
             "warmup-not-shorter-than-decay",

@@ -24,12 +24,10 @@ from typing import NamedTuple
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import option
-from megatron_ds.train_state import SpikeLimits, StepPlan, TrainState
+from megatron_ds.spike_limits import spike_limits
+from megatron_ds.train_state import StepPlan, TrainState
 
 INITIAL_STATE = TrainState()
-LARGE, RECORDED, FEWEST = 10.0, 100, 10
-"""A loss or norm is a spike above so many times the largest one of the last recorded steps, once
-the fewest are known. Megatron-LM compares with its first hundred values."""
 
 
 def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
@@ -51,39 +49,6 @@ def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
         seq_length=seq_length_at(config, state.iteration),
         limits=spike_limits(config, state),
     )
-
-
-def spike_limits(config: Config, state: TrainState) -> SpikeLimits | None:
-    """The limits of the step after `state`.
-
-    Those of --skip-loss-spikes are the mean of the last steps plus SIGMA standard deviations, as in
-    OLMo's skip-step optimizers. Spikes count as well, so that a lasting change of the loss is
-    accepted after a few steps. Infinite until half a window is known. Those of
-    --check-for-spiky-loss and --check-for-large-grads, a multiple of the largest value, hold until
-    the step is repeated.
-    """
-    sigma, window = config.optimizer.skip_loss_spikes, config.optimizer.skip_loss_spikes_window
-    checked, recent = config.rerun.checked_values, (state.recent_losses, state.recent_norms)
-    if sigma is None and not any(checked):
-        return None
-    loss, norm = (
-        math.inf if sigma is None else _spike_limit(values[-window:], sigma, window)
-        for values in recent
-    )
-    most, most_norm = (
-        LARGE * max(values[-RECORDED:]) if is_on and len(values) >= FEWEST else math.inf
-        for is_on, values in zip(checked, recent, strict=True)
-    )
-    kept = max(window if sigma is not None else 0, RECORDED if any(checked) else 0)
-    return SpikeLimits(min(loss, most), min(norm, most_norm), kept, (loss, norm))
-
-
-def _spike_limit(values: Sequence[float], sigma: float, window: int) -> float:
-    if len(values) < max(2, window // 2):
-        return math.inf
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean + sigma * math.sqrt(variance)
 
 
 def skipped_range(config: Config, iteration: int) -> tuple[int, int] | None:
@@ -171,7 +136,9 @@ def constant_segments(
     """Yield the steps from `state` to the end of the run, one segment per change of batch size or
     sequence length."""
     schedule = config.schedule
-    iteration, samples, tokens = state.iteration, state.consumed_samples, state.consumed_tokens
+    iteration = state.iteration
+    samples = state.consumed_samples
+    tokens = state.consumed_tokens
     while True:
         batch_size = batch_size_at(config, samples, tokens, dp_size)
         length = seq_length_at(config, iteration)
@@ -219,7 +186,8 @@ def _steps_of_length(config: Config, iteration: int) -> Iterator[int]:
 
 def describe_schedules(config: Config) -> list[tuple[str, str]]:
     """Describe the schedules of batch size and sequence length, as (name, description)."""
-    lines, steps = [], batch_size_steps(config)
+    lines = []
+    steps = batch_size_steps(config)
     if steps:
         sizes = ", ".join(f"{size} from {start:,} tokens" for start, size in steps)
         lines.append(("batch sizes", sizes))
@@ -300,7 +268,8 @@ def given_length(config: Config, stem: str) -> ScheduleLength | None:
 
 def decay_as_given(config: Config) -> ScheduleLength | None:
     """The length that ends the decay: its own, or the run length."""
-    length, tokens = given_length(config, "lr_decay"), config.schedule.train_tokens
+    length = given_length(config, "lr_decay")
+    tokens = config.schedule.train_tokens
     if length is None and lr_unit(config) == "tokens" and tokens is not None:
         return ScheduleLength("train_tokens", tokens)
     return length or given_length(config, "train")
@@ -335,7 +304,8 @@ def tokens_of_samples(config: Config, samples: int, dp_size: int) -> int:
     if config.schedule.curriculum_seqlen is not None:
         for steps, batch_size, length in constant_segments(config, dp_size):
             part = min(samples, steps * batch_size)
-            samples, tokens = samples - part, tokens + part * length
+            samples -= part
+            tokens += part * length
             if not samples:
                 break
     return tokens + samples * config.model.seq_length
@@ -366,7 +336,8 @@ def warmup_length(config: Config, dp_size: int) -> float:
 
     A logarithmic one has at least two steps, as in DeepSpeed.
     """
-    warmup, fraction = given_length(config, "lr_warmup"), config.schedule.lr_warmup_fraction
+    warmup = given_length(config, "lr_warmup")
+    fraction = config.schedule.lr_warmup_fraction
     length: float = 0 if warmup is None else in_lr_units(config, warmup, dp_size)
     if fraction is not None:
         length = fraction * decay_length(config, dp_size)
@@ -386,8 +357,10 @@ def learning_rate(config: Config, state: TrainState, dp_size: int) -> float:
 
 
 def decoupled_learning_rate(config: Config, state: TrainState, dp_size: int) -> float | None:
-    """As `learning_rate`, of the parameters with --decoupled-lr; None without it."""
-    peak, floor = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
+    """Learning rate of the parameters with --decoupled-lr in the step after `state`; None without
+    the option."""
+    peak = config.optimizer.decoupled_lr
+    floor = config.optimizer.decoupled_min_lr
     if peak is None:
         return None
     floor = config.schedule.min_lr if floor is None else floor
@@ -398,15 +371,18 @@ def _scheduled_rate(
     config: Config, state: TrainState, dp_size: int, peak: float, floor: float
 ) -> float:
     applied = state.applied_tokens if lr_unit(config) == "tokens" else state.applied_samples
-    warmup, decay = warmup_length(config, dp_size), decay_length(config, dp_size)
+    warmup = warmup_length(config, dp_size)
+    decay = decay_length(config, dp_size)
     style = config.schedule.lr_decay_style
     is_ahead = style == "deepspeed-cosine"  # WarmupCosineLR is one step ahead
     if warmup > 0 and (applied < warmup or (applied == warmup and not is_ahead)):
-        start, length = config.schedule.lr_warmup_init, given_length(config, "lr_warmup")
+        start = config.schedule.lr_warmup_init
+        length = given_length(config, "lr_warmup")
         if config.schedule.lr_warmup_style == "linear":
             if length is not None and length.unit != "tokens" and lr_unit(config) == "tokens":
                 # Linear in samples, as in Megatron-DeepSpeed, where a curriculum is a difference.
-                applied, warmup = state.applied_samples, _in_samples(config, length, dp_size)
+                applied = state.applied_samples
+                warmup = _in_samples(config, length, dp_size)
             return start + (peak - start) * min(1.0, applied / warmup)
         # The order of the operations is DeepSpeed's, so that the results are equal.
         step = _lr_units_of_step(config, dp_size)
@@ -419,7 +395,8 @@ def _scheduled_rate(
     if applied > decay:
         return floor
     if style in ("inverse-square-root", "power"):
-        ratio, power = max(warmup, 1) / max(applied, 1), config.schedule.lr_decay_power
+        ratio = max(warmup, 1) / max(applied, 1)
+        power = config.schedule.lr_decay_power
         return max(floor, peak * (math.sqrt(ratio) if style != "power" else ratio**power))
     if style == "WSD":
         length = given_length(config, "lr_wsd_decay")
@@ -436,7 +413,8 @@ def _scheduled_rate(
 
 def _rate_points(config: Config, dp_size: int) -> list[tuple[int, float]]:
     """--lr-decay-points as (position in `lr_unit`, factor of the maximum)."""
-    length, points = decay_as_given(config), config.schedule.rate_points
+    length = decay_as_given(config)
+    points = config.schedule.rate_points
     assert length is not None
     field = f"lr_decay_{length.unit}"
     return [
@@ -462,12 +440,15 @@ def weight_decay(config: Config, state: TrainState, dp_size: int) -> float:
     optimizer = config.optimizer
     if optimizer.weight_decay_incr_style == "constant":
         return optimizer.weight_decay
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    start = optimizer.start_weight_decay
+    end = optimizer.end_weight_decay
     assert start is not None
     assert end is not None
-    applied, length = state.applied_samples, run_samples(config, dp_size)
+    applied = state.applied_samples
+    length = run_samples(config, dp_size)
     if length is None:
-        applied, length = state.applied_tokens, config.schedule.train_tokens
+        applied = state.applied_tokens
+        length = config.schedule.train_tokens
     assert length is not None
     progress = min(1.0, applied / length)
     linear = optimizer.weight_decay_incr_style == "linear"
@@ -475,7 +456,8 @@ def weight_decay(config: Config, state: TrainState, dp_size: int) -> float:
 
 
 def _rampup(config: Config, dp_size: int) -> tuple[int, int]:
-    """Number of batch size increments and samples over which they are spread; (0, 0) if none."""
+    """Number of batch size increments and samples over which they are spread; (0, 0) without a
+    ramp-up."""
     if config.schedule.rampup_batch_size is None:
         return 0, 0
     start, increment, samples = config.schedule.rampup_batch_size
@@ -488,10 +470,22 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def _line(progress: float) -> float:
+    return 1.0 - progress
+
+
+def _exponential(progress: float) -> float:
+    return 2.0 * math.pow(0.5, progress) - 1.0
+
+
+def _minus_sqrt(progress: float) -> float:
+    return 1.0 - math.sqrt(progress)
+
+
 DECAY_FACTORS: Mapping[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1.0 - progress,
+    "linear": _line,
     "cosine": _half_cosine,
-    "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
-    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "exponential": _exponential,
+    "minus_sqrt": _minus_sqrt,
 }
 """Decays by style, from 1 to 0 as the progress goes from 0 to 1."""

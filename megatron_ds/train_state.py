@@ -10,12 +10,18 @@ from typing import Any, NamedTuple, SupportsFloat
 
 from megatron_ds.config.problems import user_error
 
-STEP, COMMUNICATION = "step", "communication"
-"""Names of times: of an entire step, and of its collectives."""
+STEP = "step"
+"""Name of the time of an entire step."""
+COMMUNICATION = "communication"
+"""Name of the time of a step's collectives."""
 
 
 STAGE_COUNTERS = (
-    *("iteration", "consumed_samples", "consumed_tokens", "applied_samples", "applied_tokens"),
+    "iteration",
+    "consumed_samples",
+    "consumed_tokens",
+    "applied_samples",
+    "applied_tokens",
 )
 """Counters of the run that also count from the start of a stage."""
 
@@ -74,8 +80,8 @@ class StepResult:
     """Further metrics of this data-parallel rank by name, such as auxiliary losses. Every rank has
     the same names; means over the data-parallel ranks are logged."""
     record: Mapping[str, Any] | None = None
-    """What --record-every keeps of this step, plain values, the same on all ranks; None if it is
-    not due."""
+    """Record of this step for --record-every as plain values, the same on all ranks; None if no
+    record is due."""
 
 
 class LossSum(NamedTuple):
@@ -121,7 +127,8 @@ class TrainState:
         """The state after a step. A skipped step advances the consumed counters only."""
         applied = 0 if result.skipped else 1
         tokens = plan.global_batch_size * plan.seq_length
-        losses, norms = self.recent_losses, self.recent_norms
+        losses = self.recent_losses
+        norms = self.recent_norms
         if plan.limits is not None and result.compared is not None:
             loss, norm = result.compared
             losses = (*losses, loss)[-plan.limits.window :]

@@ -47,13 +47,15 @@ def dense_predictions(
         experts: The feed-forward layer of a given name, where it has a router: [B, S, H] to same.
     """
     w = {name: value.double() for name, value in weights.items()}
-    length, heads = tokens_BS.shape[1], config.num_attention_heads
+    length = tokens_BS.shape[1]
+    heads = config.num_attention_heads
     groups = config.num_query_groups or heads
     size = config.kv_channels or config.hidden_size // heads
     places = torch.arange(length)
     distance = (places.unsqueeze(1) - places).double()
     hidden_BSS = (distance < 0).unsqueeze(0)
-    left, skipped = config.window_size, config.window_attn_skip_freq
+    left = config.window_size
+    skipped = config.window_attn_skip_freq
     too_far = distance > (length if left is None else int(left.split(",")[0]))
     if documents_BS is not None:
         hidden_BSS = hidden_BSS | (documents_BS.unsqueeze(1) != documents_BS.unsqueeze(2))
@@ -102,7 +104,9 @@ def dense_predictions(
         has_latent = config.q_lora_rank is not None
         q = linear(latent("q"), f"{name}.q_up") if has_latent else linear(x, f"{name}.q")
         shared_k = turned(linear(x, f"{name}.kv_down")[..., -config.qk_pos_emb_head_dim :])
-        kv, plain, outputs = linear(latent("kv"), f"{name}.kv_up"), config.qk_head_dim, []
+        kv = linear(latent("kv"), f"{name}.kv_up")
+        plain = config.qk_head_dim
+        outputs = []
         scale = config.softmax_scale or (plain + config.qk_pos_emb_head_dim) ** -0.5
         if config.position_embedding_type == "yarn":
             growth = math.log(config.rotary_scaling_factor)
@@ -127,19 +131,23 @@ def dense_predictions(
         q, k, v, gate = projected.split([*sizes, projected.shape[-1] - sum(sizes)], -1)
         is_one_norm = config.qk_layernorm and config.qk_layernorm_scope == "all-heads"
         if is_one_norm:
-            q, k = norm(q, f"{name}.q_norm"), norm(k, f"{name}.k_norm")
+            q = norm(q, f"{name}.q_norm")
+            k = norm(k, f"{name}.k_norm")
         outputs = []
         for head in range(heads):
             group = head // (heads // groups)
             one_q = q[..., head * size : (head + 1) * size]
             one_k, one_v = (part[..., group * size : (group + 1) * size] for part in (k, v))
             if config.qk_l2_norm:
-                one_q, one_k = rms(one_q), rms(one_k)
+                one_q = rms(one_q)
+                one_k = rms(one_k)
             if config.qk_layernorm and not is_one_norm:
-                one_q, one_k = norm(one_q, f"{name}.q_norm"), norm(one_k, f"{name}.k_norm")
+                one_q = norm(one_q, f"{name}.q_norm")
+                one_k = norm(one_k, f"{name}.k_norm")
             has_rope = config.position_embedding_type in ("rope", "yarn")
             if has_rope and not is_chosen(config.no_rope_freq, number):
-                one_q, one_k = rotate(one_q, number - 1), rotate(one_k, number - 1)
+                one_q = rotate(one_q, number - 1)
+                one_k = rotate(one_k, number - 1)
             scores = one_q @ one_k.transpose(1, 2) * (config.softmax_scale or 1 / math.sqrt(size))
             if (cap := config.attn_logit_softcapping) is not None:
                 scores = cap * torch.tanh(scores / cap)
@@ -181,7 +189,8 @@ def dense_predictions(
         return drop(config.residual_multiplier * y, name)
 
     def run(x: Tensor, layer: int) -> Tensor:
-        first, second = f"layers.{layer}.attention", f"layers.{layer}.mlp"
+        first = f"layers.{layer}.attention"
+        second = f"layers.{layer}.mlp"
         if config.parallel_residual is not None:
             one = norm(x, f"{first}_norm")
             other = one if config.parallel_residual == "shared" else norm(x, f"{second}_norm")
@@ -240,7 +249,8 @@ def gated(x: Tensor, config: Any) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     limit = config.activation_func_clamp_value
     if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate = gate.clamp(max=limit)
+        up = up.clamp(-limit, limit)
     return activate(gate, config) * (up + config.glu_linear_offset)
 
 
@@ -255,7 +265,8 @@ def rope_rates(config: Any, layer: int) -> tuple[list[float], float]:
     """Angle per position of each pair of a layer's dimensions, and the factor of both."""
     size = config.kv_channels or config.hidden_size // config.num_attention_heads
     size = config.qk_pos_emb_head_dim if config.multi_latent_attention else size
-    half, scaled = int(size * config.rotary_percent) // 2, []
+    half = int(size * config.rotary_percent) // 2
+    scaled = []
     base = (*config.rotary_base_per_layer, *[config.rotary_base] * config.num_layers)[layer]
     if not is_chosen(config.rope_scaling_layers, layer + 1):
         return [base ** (-pair / half) for pair in range(half)], 1.0
@@ -265,19 +276,24 @@ def rope_rates(config: Any, layer: int) -> tuple[list[float], float]:
         base *= grown ** (2 * half / (2 * half - 2))
     is_yarn = config.position_embedding_type == "yarn"
     factor = config.rotary_scaling_factor if is_yarn else config.rope_scaling_factor
-    first = last = 0.0
+    first = 0.0
+    last = 0.0
     if is_yarn:
 
         def pair_of(rotations: float) -> float:
             wavelength = config.yarn_original_max_position_embeddings / rotations
             return half * math.log(wavelength / (2 * math.pi), base)
 
-        first, last = pair_of(config.yarn_beta_fast), pair_of(config.yarn_beta_slow)
+        first = pair_of(config.yarn_beta_fast)
+        last = pair_of(config.yarn_beta_slow)
         if config.yarn_correction_range_round_to_int:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * half - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, 2 * half - 1)
     for pair in range(half):
-        rate, slow = base ** (-pair / half), 1.0
+        rate = base ** (-pair / half)
+        slow = 1.0
         rotations = 8192 * rate / (2 * math.pi)
         if is_yarn:
             slow = min(1.0, max(0.0, (pair - first) / (last - first)))

@@ -52,7 +52,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps((fn, args, timeout)))
-        ranks, environments = range(world_size), rank_environments(world_size)
+        ranks = range(world_size)
+        environments = rank_environments(world_size)
         logs = [folder / f"{rank}.log" for rank in ranks]
         processes = shared_fork_server().start(Path(__file__), [name], environments, logs)
         try:
@@ -99,7 +100,8 @@ def main() -> None:
     prepare_environment()  # DeepSpeed's ops are those of the installation
     leave_out_shared_memory_op()
     folder = Path(sys.argv[1])
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     try:
         fn, args, timeout = pickle.loads((folder / "job").read_bytes())
         torch.set_num_threads(1)

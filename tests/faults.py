@@ -23,6 +23,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -262,7 +263,7 @@ def action_of(fault: Fault) -> Action:
 
 def _at_micro_batch(fault: Fault, action: Action) -> None:
     """Before the forward pass of the first micro-batch at or after sample `number`."""
-    from megatron_ds.engine.pipeline_module import PipelineStage
+    from megatron_ds.engine.module import PipelineStage
     from megatron_ds.engine.step import ModelPasses
 
     def is_due(_: Any, batch: Any, x_SBH: Any = None) -> bool:
@@ -316,7 +317,7 @@ def _after_engine_save(fault: Fault, action: Action) -> None:
 
     def write_and_act(self: DeepSpeedSnapshot, folder: Path) -> Any:
         written = write(self, folder)
-        if folder.name.endswith(f"global_step{fault.number}"):
+        if _iteration_of(folder) == fault.number:
             action()
         return written
 
@@ -328,7 +329,7 @@ def _between_engine_files(fault: Fault, action: Action) -> None:
     from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 
     def is_due(snapshot: DeepSpeedSnapshot, folder: Path) -> bool:
-        return folder.name.endswith(f"global_step{fault.number}")
+        return _iteration_of(folder) == fault.number
 
     def write_half(snapshot: DeepSpeedSnapshot, folder: Path) -> None:
         if os.environ["RANK"] == "0":
@@ -347,13 +348,19 @@ def _before_writing(name: str) -> Callable[[Fault, Action], None]:
 
         tag = f"global_step{fault.number}"
 
-        def is_due(path: Path, content: bytes) -> bool:
-            belongs = tag in path.parent.name or content.decode() in (str(fault.number), tag)
-            return path.name == name and belongs
+        def is_due(path: Path, content: bytes, *_: Any) -> bool:
+            is_pointer = content.decode() in (str(fault.number), tag)
+            return path.name == name and (is_pointer or _iteration_of(path.parent) == fault.number)
 
         before_call(local_files, local_files.write_atomically.__name__, action, is_due)
 
     return install
+
+
+def _iteration_of(folder: Path) -> int | None:
+    """The iteration of a checkpoint, which may be incomplete."""
+    digits = re.search(r"global_step(\d+)", folder.name)
+    return None if digits is None else int(digits[1])
 
 
 def _before_rename(fault: Fault, action: Action) -> None:

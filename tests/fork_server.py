@@ -44,22 +44,39 @@ PRELOADED = (
     "megatron_ds.training.start.rank_settings",
     "megatron_ds.training.process",
     "megatron_ds.extend",
+    "megatron_ds.planning.host_checks",
+    "megatron_ds.tokenizer.null",
     "deepspeed.ops.adam",
     "deepspeed.moe.layer",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
     "torch.utils.tensorboard",
     "torch.utils.cpp_extension",
     "torch._dynamo.utils",
+    "numpy.ma",
     "numpy.random",
     "rich.console",
     "rich.table",
     "cpuinfo",
+    "yaml",
     "hypothesis",
     "pytest",
 )
 """What takes the time of the imports. The rest of the package is imported by each process."""
 LAUNCHER_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM", "OMPI_", "MV2_", "PMI", "MPI_LOCAL", "TORCHELASTIC_", "CROSS_RANK"),
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM",
+    "OMPI_",
+    "MV2_",
+    "PMI",
+    "MPI_LOCAL",
+    "TORCHELASTIC_",
+    "CROSS_RANK",
 )
 """The beginnings of their names."""
 MARK = "MEGATRON_DS_TESTS", uuid.uuid4().hex
@@ -96,7 +113,8 @@ def free_port() -> int:
 def _ports_of_worker() -> Iterator[int]:
     """Ports of this worker of pytest, in random order."""
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-    first, count = 12_000 + 5_000 * number, 5_000
+    first = 12_000 + 5_000 * number
+    count = 5_000
     return iter(random.Random().sample(range(first, first + count), count))
 
 
@@ -184,7 +202,9 @@ class ForkedProcess:
     """A process that the fork server forked."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
-        self._server, self.pid, self._code = server, pid, None
+        self._server = server
+        self.pid = pid
+        self._code = None
 
     def poll(self) -> int | None:
         if self._code is None:

@@ -13,7 +13,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "megatron_ds"
 OUTPUT = REPOSITORY / "docs" / "development" / "architecture.md"
-BEGIN, END = "<!-- begin: generated import diagram -->\n", "<!-- end -->\n"
+BEGIN = "<!-- begin: generated import diagram -->\n"
+END = "<!-- end -->\n"
 
 
 def sources() -> list[Path]:

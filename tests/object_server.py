@@ -84,7 +84,8 @@ class FolderServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, latency: float = 0.0, address: str = "127.0.0.1") -> None:
         super().__init__((address, 0), _FolderRequest)
-        self.folder, self.latency = folder, latency
+        self.folder = folder
+        self.latency = latency
         self.requests: list[str] = []
         self.failing: int | None = None
         self.variables = client_variables(f"http://{address}:{self.server_port}")
@@ -119,9 +120,11 @@ class _FolderRequest(BaseHTTPRequestHandler):
             self.end_headers()
             return
         status = path.stat()
-        first, end = 0, status.st_size
+        first = 0
+        end = status.st_size
         if given := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
-            first, end = int(given[1]), min(int(given[2]) + 1, status.st_size)
+            first = int(given[1])
+            end = min(int(given[2]) + 1, status.st_size)
             self.send_response(206)
             self.send_header("Content-Range", f"bytes {first}-{end - 1}/{status.st_size}")
         else:

@@ -1,7 +1,9 @@
-"""Runs of pytest, and what their reports have."""
+"""Runs of pytest, what their reports have, and the machine they ran on."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -55,6 +57,15 @@ def read_cases(report: Path) -> Iterator[Case]:
                 each.get("name", ""): each.get("value", "") for each in case.iter("property")
             },
         )
+
+
+def machine() -> str:
+    """Processor, cores and memory of this machine."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    processor = name[1] if name else platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{processor}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
 
 
 def _first_error(failure: ElementTree.Element) -> str:

@@ -40,7 +40,9 @@ def reference_bytes(
         uncounted: Tokens at the end of each document that the lengths do not count (a bug of
             microsoft/Megatron-DeepSpeed).
     """
-    lengths, starts, content = [], [0], b""
+    lengths = []
+    starts = [0]
+    content = b""
     for document in documents:
         for sequence in document:
             content += struct.pack(f"<{len(sequence)}{letter}", *sequence)

@@ -1,20 +1,12 @@
 #!/usr/bin/env python
-"""Evaluate a trained GPT: perplexity of texts, WikiText-103 and LAMBADA.
-
-Runs with python, or as several processes (torchrun, deepspeed), which share the texts, or the model
-with --tensor-model-parallel-size.
-"""
+"""Evaluate a trained GPT: perplexity of texts, WikiText-103 and LAMBADA."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     import start_tool
 
-from functools import partial
-
-from megatron_ds.evaluation.command import run
-from megatron_ds.evaluation.options import Options
-from megatron_ds.inference.cli import run_program
+from megatron_ds.evaluation.evaluate import main
 
 if __name__ == "__main__":
-    start_tool.run(partial(run_program, Options, run))
+    start_tool.run(main)

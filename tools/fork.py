@@ -5,18 +5,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start_tool
 
-from megatron_ds import cli
-from megatron_ds.launch.output import print_error
-from megatron_ds.loading.fork import Options, fork
-
-
-def work(options: Options) -> None:
-    command = fork(options, lambda problem: print_error(f"WARNING: {problem.render()}"))
-    print(f"wrote {options.save}, a fork of {options.run} at iteration {options.at}; start it by")
-    print(f"    {command}")
-
-
-main = cli.program(Options, work)
+from megatron_ds.loading.programs.fork import main
 
 if __name__ == "__main__":
     start_tool.run(main)

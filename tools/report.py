@@ -1,77 +1,11 @@
-"""Write a page with the charts and figures of runs.
-
-Reads the files that a run writes next to its checkpoints; the command line of
-`megatron_ds.reports`.
-"""
+"""Write a page with the charts and figures of runs."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     import start_tool
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
-from megatron_ds import cli
-from megatron_ds.config.checks import drawing_problems, folder_problems, output_problems
-from megatron_ds.config.fields import exclusive_problem, option_field
-from megatron_ds.config.problems import Problem
-from megatron_ds.planning.hardware import HARDWARE
-from megatron_ds.reports.history import names_of, read_run, run_problems, runs_field
-
-SUFFIXES = (".html", ".htm")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Writes one HTML page with the charts and figures of runs, which opens offline."""
-
-    runs: tuple[str, ...] = runs_field()
-    output: str = option_field("report.html", "file to write", metavar="FILE")
-    png: str | None = option_field(None, "folder that also gets each chart as PNG", metavar="DIR")
-    peak_tflops: float | None = option_field(
-        None,
-        "peak of a device in 10^12 operations per second, for the model FLOPs utilization (MFU)",
-        above=0,
-    )
-    hardware: str | None = option_field(
-        None,
-        "kind of device, for the MFU of a run in bf16 or fp16 "
-        "(docs/running/planning.md lists their peaks)",
-        choices=tuple(HARDWARE),
-    )
-
-    def problems(self) -> Iterator[Problem]:
-        yield from run_problems("runs", self.runs)
-        yield from output_problems("output", self.output)
-        yield from folder_problems("png", self.png)
-        if None not in (self.hardware, self.peak_tflops):
-            yield exclusive_problem("peak_tflops", "hardware")
-        yield from drawing_problems("output", self.output, SUFFIXES)
-
-
-def work(options: Options) -> None:
-    # matplotlib takes half a second to import.
-    from megatron_ds.reports import figures
-    from megatron_ds.reports.charts import charts_of
-    from megatron_ds.reports.page import page
-
-    paths = list(dict.fromkeys(options.runs))
-    runs = dict(zip(names_of(paths), map(read_run, map(Path, paths)), strict=True))
-    peak = HARDWARE[options.hardware].tflops_16 if options.hardware else options.peak_tflops
-    charts = list(charts_of(runs, peak))
-    Path(options.output).write_text(page(runs, charts, peak), encoding="utf-8")
-    print(f"wrote {options.output}")
-    if options.png is not None:
-        folder = Path(options.png)
-        folder.mkdir(parents=True, exist_ok=True)
-        for chart in charts:
-            figures.save(chart, folder / f"{chart.name}.png")
-        print(f"wrote {len(charts)} charts to {folder}")
-
-
-main = cli.program(Options, work)
+from megatron_ds.reports.report import main
 
 if __name__ == "__main__":
     start_tool.run(main)

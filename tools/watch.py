@@ -1,75 +1,11 @@
-"""Watch a run in a terminal.
-
-Reads the files that the run writes next to its checkpoints; the command line of
-`megatron_ds.reports.live`.
-"""
+"""Watch a run in a terminal."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     import start_tool
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
-from megatron_ds import cli
-from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem
-from megatron_ds.reports.history import names_of, run_problems
-
-
-@dataclass(frozen=True)
-class Options:
-    """Shows the progress of a run, its curves and its warnings until it ends or Ctrl-C.
-
-    Only what the run adds to its files is read, so it may run on another machine with the same
-    folder, and does not notice.
-    """
-
-    run: str = option_field(
-        "",
-        "--save folder, metrics.jsonl or table (--metrics-csv) of the run",
-        metavar="RUN",
-        positional=True,
-        required=True,
-    )
-    once: bool = option_field(False, "print one frame and end")
-    follow: bool = option_field(False, "wait for the next start when the run has ended")
-    interval: float = option_field(2.0, "seconds between two frames", metavar="SECONDS", above=0)
-
-    def problems(self) -> Iterator[Problem]:
-        yield from run_problems("run", [self.run] if self.run else [], may_start=True)
-
-
-def work(options: Options) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    from megatron_ds.reports.live import Follower, frame
-    from megatron_ds.reports.tables import status
-
-    console, follower = Console(highlight=False), Follower(Path(options.run))
-    (name,) = names_of([options.run])
-    has_dots = "utf" in console.encoding.lower()
-    follower.poll()
-    if options.once:
-        console.print(frame(name, follower, console.width, has_dots=has_dots))
-        return
-    try:
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                live.update(frame(name, follower, console.width, has_dots=has_dots), refresh=True)
-                if status(follower.history, follower.age).has_ended and not options.follow:
-                    return
-                time.sleep(options.interval)
-                follower.poll()
-    except KeyboardInterrupt:
-        return  # the usual end
-
-
-main = cli.program(Options, work)
+from megatron_ds.reports.watch import main
 
 if __name__ == "__main__":
     start_tool.run(main)

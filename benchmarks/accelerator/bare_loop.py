@@ -43,7 +43,8 @@ def main() -> None:
         size.vocab, (meter.total, int(micro_batch), size.sequence + 1), device=device
     )
     for row in ids:
-        tokens, labels = row[:, :-1], row[:, 1:].contiguous()
+        tokens = row[:, :-1]
+        labels = row[:, 1:].contiguous()
         meter.step(lambda tokens=tokens, labels=labels: step(tokens, labels))  # type: ignore[misc]
     write_json(Path(report), meter.report())
 

@@ -29,7 +29,8 @@ def main() -> None:
     from megatron_ds.training.trainer import Trainer
 
     meters: list[Meter] = []
-    take_step, train = Trainer._step, Trainer.run
+    take_step = Trainer._step
+    train = Trainer.run
 
     def step(self: Trainer, *arguments: Any) -> None:
         if not meters:

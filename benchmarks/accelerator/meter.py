@@ -52,7 +52,8 @@ class Meter:
 
     def step(self, take_step: Callable[[], T]) -> T:
         """Take the next step of the loop."""
-        number, self._step = self._step, self._step + 1
+        number = self._step
+        self._step = self._step + 1
         if number == self.warm_up:
             self._synchronize()
             self._start = time.perf_counter()

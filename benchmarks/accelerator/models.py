@@ -88,28 +88,17 @@ class GptSize:
             **self.flags,
         }
 
-    def flops_per_token(self) -> float:
+    def flops_per_token(self, *, is_causal: bool = False) -> float:
         """Operations of the matrix products of a token's forward and backward pass.
 
-        The causal mask does not halve attention.
+        Args:
+            is_causal: The causal mask halves attention, as in Megatron-LM's program.
         """
         from megatron_ds.config import MoEConfig
-        from megatron_ds.model.spec.architecture import model_spec
+        from megatron_ds.model.declaration.architecture import model_spec
 
         spec = model_spec(self.config(), MoEConfig(**self.experts))
-        return spec.flops(self.sequence) / self.sequence
-
-    def attention_share(self) -> float:
-        """Attention scores, which the causal mask halves, as a fraction of `flops_per_token`."""
-        config = self.config()
-        return (
-            12
-            * self.layers
-            * self.sequence
-            * self.heads
-            * config.head_dim
-            / (self.flops_per_token())
-        )
+        return spec.flops(self.sequence, is_causal=is_causal) / self.sequence
 
 
 LLAMA = {
@@ -121,7 +110,7 @@ LLAMA = {
 SIZES = {
     "tiny": GptSize(2, 64, 4, 32, (2,), vocab=257),
     "tiny-llama": GptSize(
-        *(2, 64, 4, 32, (2,)), vocab=257, architecture={**LLAMA, "num_query_groups": 2}
+        2, 64, 4, 32, (2,), vocab=257, architecture={**LLAMA, "num_query_groups": 2}
     ),
     "124m": GptSize(12, 768, 12, 1024, (64, 32, 16, 8), Goal(470_000)),
     "345m": GptSize(24, 1024, 16, 1024, (32, 16, 8, 4), Goal(190_000)),
@@ -129,14 +118,23 @@ SIZES = {
     "1.3b": GptSize(24, 2048, 16, 2048, (16, 8, 4, 2), Goal(54_000), smallest_gib={16: 90}),
     # The shape of MiniCPM4-0.5B.
     "llama-0.5b": GptSize(
-        *(24, 1024, 16, 4096, (8, 4, 2, 1), Goal(mfu=0.44)),
+        24,
+        1024,
+        16,
+        4096,
+        (8, 4, 2, 1),
+        Goal(mfu=0.44),
         vocab=73448,
         architecture={**LLAMA, "num_query_groups": 2, "ffn_hidden_size": 4096},
         smallest_gib={8: 90},
     ),
     # Gemma's pattern: three layers of four see the last 1,024 tokens.
     "windows-0.5b": GptSize(
-        *(24, 1024, 16, 8192, (4, 2, 1)),
+        24,
+        1024,
+        16,
+        8192,
+        (4, 2, 1),
         vocab=73448,
         architecture={
             **LLAMA,
@@ -147,7 +145,11 @@ SIZES = {
         },
     ),
     "experts-1b": GptSize(
-        *(12, 1024, 16, 2048, (16, 8, 4)),
+        12,
+        1024,
+        16,
+        2048,
+        (16, 8, 4),
         vocab=50257,
         architecture={**LLAMA, "num_query_groups": 4},
         experts={"num_experts": (32,), "moe_router_topk": 4, "moe_ffn_hidden_size": 1024},
@@ -155,7 +157,12 @@ SIZES = {
     # The shape of Llama 3 8B. AdamW's moments in fp32 need 64 GB more than one H200 has, so the run
     # has fp32 gradients and master weights but no moments.
     "llama-8b": GptSize(
-        *(32, 4096, 32, 4096, (1,), Goal(10_500)),
+        32,
+        4096,
+        32,
+        4096,
+        (1,),
+        Goal(10_500),
         vocab=128256,
         architecture={
             **LLAMA,

@@ -127,7 +127,8 @@ def flags(values: Mapping[str, object]) -> list[str]:
 
 def random_tokens(prefix: Path, vocab: int, count: int) -> Path:
     """Write token files of random documents; the last id of the vocabulary ends a document."""
-    rng, dtype = np.random.default_rng(0), np.uint16 if vocab <= 2**16 else np.int32
+    rng = np.random.default_rng(0)
+    dtype = np.uint16 if vocab <= 2**16 else np.int32
     with pair_writer(prefix, dtype) as writer:
         for _ in range(max(4, count // 1000)):
             tokens = rng.integers(0, vocab - 1, 1000, dtype=dtype)

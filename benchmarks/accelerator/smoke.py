@@ -16,9 +16,12 @@ from pathlib import Path
 
 from benchmarks.accelerator.processes import Outcome, Row, budget, flags, read_json, run
 from benchmarks.common import write_json
+from megatron_ds.launch.device import visible_devices
 
-FP32_TOLERANCE, LOW_TOLERANCE = 1e-4, 5e-2
-"""Largest relative difference of a loss from the CPU's fp32 run, over COMPARED iterations."""
+FP32_TOLERANCE = 1e-4
+"""Largest relative difference of a loss from the CPU's run, over COMPARED iterations in fp32."""
+LOW_TOLERANCE = 5e-2
+"""Largest relative difference from the CPU's fp32 run in lower precision."""
 COMPARED = 10
 REFERENCES_FILE = "references.json"
 
@@ -31,6 +34,8 @@ class Case:
     reference: str | None = "cpu"
     """Key of REFERENCES whose losses it must follow; None: they must fall."""
     tolerance: float = FP32_TOLERANCE
+    ranks: int = 1
+    """Devices of the run; it is left out where there are fewer."""
 
 
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
@@ -143,6 +148,36 @@ CASES = {
     "llama bf16": Case({"bf16": True, **LLAMA}, reference=None),
     "moe bf16": Case({"bf16": True, "num_experts": 4, "moe_router_topk": 2}, reference=None),
     "muon bf16": Case({"bf16": True, "optimizer": "muon"}, reference=None),
+    "eager zero 3": Case({"zero_stage": 3, "no_compile": True}),
+    "tensor-parallel": Case({"tensor_model_parallel_size": 2}, ranks=2),
+    "sequence-parallel bf16": Case(
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True},
+        tolerance=LOW_TOLERANCE,
+        ranks=2,
+    ),
+    "zero 3 of 2 ranks": Case({"zero_stage": 3}, ranks=2),
+    "ulysses": Case({"ds_sequence_parallel_size": 2, "zero_stage": 1}, ranks=2),
+    "context-parallel": Case({"context_parallel_size": 2, "zero_stage": 1}, ranks=2),
+    "context-parallel bf16": Case(
+        {"context_parallel_size": 2, "zero_stage": 1, "bf16": True},
+        tolerance=LOW_TOLERANCE,
+        ranks=2,
+    ),
+    "context-parallel bf16, gathered": Case(
+        {
+            "context_parallel_size": 2,
+            "cp_comm_type": "all_gather",
+            "zero_stage": 1,
+            "bf16": True,
+        },
+        tolerance=LOW_TOLERANCE,
+        ranks=2,
+    ),
+    "expert-parallel bf16": Case(
+        {"bf16": True, "num_experts": 4, "moe_router_topk": 2, "expert_model_parallel_size": 2},
+        reference=None,
+        ranks=2,
+    ),
     **{name: Case(values, name) for name, values in FAMILIES.items()},
     **{
         f"{name}, bf16": Case({**values, "bf16": True}, name, LOW_TOLERANCE)
@@ -194,15 +229,20 @@ def measure(prepared: Path, *, names: Sequence[str] = (), jobs: int = 1) -> Iter
         jobs: Runs at a time.
     """
     known = read_json(prepared / REFERENCES_FILE)
-    common, references = _flags(prepared, known), known["losses"]
+    common = _flags(prepared, known)
+    references = known["losses"]
+    devices = visible_devices() or 1
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folder = Path(temporary)
 
         def run_case(name: str) -> Row:
             if not budget.left:
                 return {"name": name, "skipped": "no time is left"}
+            case = CASES[name]
+            if case.ranks > devices:
+                return {"name": name, "skipped": f"needs {case.ranks} devices"}
             save = folder / name.replace(" ", "-")
-            end = _train(save, {**common, **CASES[name].flags})
+            end = _train(save, {**common, **case.flags}, ranks=case.ranks)
             return _judge(name, end, _losses(save), references)
 
         runs = [pool.submit(run_case, name) for name in names or CASES]
@@ -223,7 +263,8 @@ def lines(row: Row) -> Iterator[str]:
 
 def _data(folder: Path, tiny: bool) -> dict[str, object]:
     """Make a corpus, a tokenizer and token files; return the flags that name them."""
-    corpus, tokens = folder / "corpus.jsonl", folder / "text"
+    corpus = folder / "corpus.jsonl"
+    tokens = folder / "text"
     tokenizer = {
         "tokenizer_type": "GPT2BPETokenizer",
         "vocab_file": folder / "vocab.json",
@@ -272,9 +313,14 @@ def _model(tiny: bool) -> dict[str, object]:
     }
 
 
-def _train(save: Path, values: Mapping[str, object], *, cpu: bool = False) -> Outcome:
+def _train(
+    save: Path, values: Mapping[str, object], *, cpu: bool = False, ranks: int = 1
+) -> Outcome:
     checkpoint = {"save": save, "save_interval": values["train_iters"]}
-    return run(["pretrain_gpt.py", *flags({**values, **checkpoint})], cpu=cpu)
+    launcher: list[object] = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return run([*launcher, "pretrain_gpt.py", *flags({**values, **checkpoint})], cpu=cpu)
 
 
 def _losses(save: Path) -> list[float]:
@@ -288,7 +334,8 @@ def _losses(save: Path) -> list[float]:
 def _judge(
     name: str, end: Outcome, losses: list[float], references: Mapping[str, list[float]]
 ) -> Row:
-    case, row = CASES[name], {"name": name, **end.describe(), "losses": losses}
+    case = CASES[name]
+    row = {"name": name, **end.describe(), "losses": losses}
     passed = end.status == 0
     if case.reference is not None and passed:
         pairs = list(zip(losses, references[case.reference], strict=False))[:COMPARED]

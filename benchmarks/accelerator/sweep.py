@@ -97,11 +97,12 @@ def head(device: torch.device, *, tokens: int, hidden: int, vocab: int) -> Itera
     labels = torch.randint(vocab, (tokens,), device=device)
     for name, kernels in {"eager": fused.EAGER, "compiled": fused.LossKernels.compiled()}.items():
         for mebibytes in (256, 512, 1024, 2048):
-            chunks.CHUNK_BYTES = chunks.DEVICE_CHUNK_BYTES = mebibytes << 20
+            chunks.CHUNK_BYTES = mebibytes << 20
+            chunks.DEVICE_CHUNK_BYTES = chunks.CHUNK_BYTES
 
             def work(kernels: fused.LossKernels = kernels) -> None:
                 loss, _ = fused.linear_cross_entropy(
-                    *(x, weight, labels, None), vocab_size=vocab, group=group, kernels=kernels
+                    x, weight, labels, None, vocab_size=vocab, group=group, kernels=kernels
                 )
                 torch.autograd.grad(loss, (x, weight))
 

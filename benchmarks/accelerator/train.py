@@ -87,13 +87,16 @@ def _rates(row: Row, size: GptSize, how: Measurement) -> Row:
     """Tokens per second, and the utilization that follows from them."""
     if "seconds" not in row:
         return {}
-    rate, flops = row["micro_batch"] * size.sequence / row["seconds"], size.flops_per_token()
+    rate = row["micro_batch"] * size.sequence / row["seconds"]
+    flops = size.flops_per_token()
+    causal_flops = size.flops_per_token(is_causal=True)
     rates = {
         "tokens_per_second": rate,
         "goal": str(size.goal),
         "flops_per_token": flops,
         "mfu": flops * rate / (how.peak_tflops * 1e12),
-        "causal_share": 1 - size.attention_share() / 2,
+        "causal_flops_per_token": causal_flops,
+        "causal_mfu": causal_flops * rate / (how.peak_tflops * 1e12),
     }
     if how.measured_tflops:
         rates["mfu_of_measured"] = flops * rate / (how.measured_tflops * 1e12)
@@ -107,7 +110,8 @@ def lines(row: Row) -> Iterator[str]:
         yield f"{title} failed with status {row['status']}:"
         yield from (f"    {line}" for line in row["output"].splitlines()[-8:])
         return
-    peak, of_measured = row["peak_bytes"], row.get("mfu_of_measured")
+    peak = row["peak_bytes"]
+    of_measured = row.get("mfu_of_measured")
     parts = [
         f"{row['tokens_per_second']:,.0f} tokens/s (goal: {row['goal']})",
         f"{row['seconds'] * 1e3:.1f} ms/step",
@@ -120,7 +124,8 @@ def lines(row: Row) -> Iterator[str]:
     yield f"{title} " + ", ".join(parts)
     yield (
         f"    MFU: {row['flops_per_token'] / 1e9:.3f} GFLOP per token, of matrix products; "
-        f"{row['causal_share']:.1%} of them without the scores that the causal mask leaves out"
+        f"{row['causal_mfu']:.1%} with half of attention ("
+        f"{row['causal_flops_per_token'] / 1e9:.3f} GFLOP), as Megatron-LM counts"
     )
 
 

@@ -14,20 +14,24 @@ from megatron_ds.extend import DatasetRequest, Extensions, pretrain
 
 
 class Pairs:
-    """Items are lists of seq_length + 1 ids; ~id means that the token has no loss."""
+    """Items are pairs of seq_length + 1 ids and a loss mask."""
 
     def __init__(self, path: Path, request: DatasetRequest) -> None:
         self.pairs = [json.loads(line) for line in path.open(encoding="utf-8")]
-        self.size, self.tokenizer = request.seq_length + 1, request.tokenizer
+        self.size = request.seq_length + 1
+        self.tokenizer = request.tokenizer
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index: int) -> list[int]:
-        encode, eod = self.tokenizer.encode, self.tokenizer.eod
-        prompt = [~token for token in encode(self.pairs[index]["prompt"])]
-        ids = [*prompt, *encode(self.pairs[index]["answer"]), eod][: self.size]
-        return ids + [~eod] * (self.size - len(ids))
+    def __getitem__(self, index: int) -> tuple[list[int], list[int]]:
+        encode = self.tokenizer.encode
+        eod = self.tokenizer.eod
+        prompt = encode(self.pairs[index]["prompt"])
+        answer = [*encode(self.pairs[index]["answer"]), eod]
+        padding = [eod] * self.size
+        mask = [0] * len(prompt) + [1] * len(answer) + [0] * self.size
+        return [*prompt, *answer, *padding][: self.size], mask[: self.size]
 
 
 def dataset(path: Path, request: DatasetRequest) -> Pairs | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,39 +20,48 @@ from megatron_ds.checkpoint.metadata import (
     DataOrder,
     ParallelLayout,
 )
-from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, ModelConfig, flag_of
-from megatron_ds.config.data_files import read_table
-from megatron_ds.config.fields import with_tuples
+from megatron_ds.config import (
+    GROUP_OF_FIELD,
+    GROUPS,
+    Config,
+    ModelConfig,
+    fields_that_decide,
+    flag_of,
+)
+from megatron_ds.config.fields import Decides, with_tuples
 from megatron_ds.config.options.data import SPLIT_DATA_FIELDS
-from megatron_ds.config.options.optimizer import EIGHT_BIT
+from megatron_ds.config.options.optimizer_specs import is_bound_to_layout
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
+from megatron_ds.config.phases import phase_names
 from megatron_ds.config.problems import Problem, default_flag, option
-from megatron_ds.config.stages import stage_names
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
 from megatron_ds.engine.ds_config.generate import PARTITION_KEYS
 from megatron_ds.tokenizer import TokenizerFingerprint
 
 Parts = Mapping[str, Sequence[str]]
 """Names of the parts of fused parameters, in their order, by canonical name of the parameter."""
-TABLES: dict[str, list[str]] = read_table(__file__)
-CHANGEABLE_MODEL_FIELDS = frozenset(TABLES["changeable_model"])
-"""Fields of the model that may change on a resume."""
-CHANGEABLE_MOE_FIELDS = frozenset(TABLES["changeable_moe"])
-"""Changeable fields of a mixture of experts."""
-CHANGEABLE_FIELDS = CHANGEABLE_MODEL_FIELDS.union(CHANGEABLE_MOE_FIELDS, TABLES["changeable_sizes"])
-"""Fields of the model that do not change its weights, or only their padding."""
-ROPE_FIELDS = frozenset(TABLES["rope"])
+MODEL_FIELDS = frozenset(
+    name for name, group in GROUP_OF_FIELD.items() if group in ("model", "moe")
+)
+ROPE_FIELDS = fields_that_decide(Decides.ROTATION)
 """Fields of base and scaling of rotary positions, which change with --override-rope."""
-VOCABULARY, CHANGEABLE_BATCH_SIZES = TABLES["vocabulary"], TABLES["batch_sizes"]
-LR_FIELDS = TABLES["scheduler"]
-"""Fields of the schedules of learning rate and weight decay, besides their lengths."""
-SCHEDULER_FIELDS = frozenset(LR_FIELDS).union(
+CHANGEABLE_FIELDS = MODEL_FIELDS - fields_that_decide(Decides.WEIGHTS) - ROPE_FIELDS
+"""Fields of the model that do not change its weights, or only their padding."""
+SCHEDULER_FIELDS = fields_that_decide(Decides.SCHEDULE)
+"""Fields that --override-opt_param-scheduler takes from the command line without a warning."""
+LR_FIELDS = SCHEDULER_FIELDS.difference(
     f"{stem}_{unit}" for stem in ("train", *SCHEDULE_LENGTHS) for unit in SCHEDULE_UNITS
 )
-"""Fields that --override-opt_param-scheduler takes from the command line without a warning."""
-UNREPORTED = frozenset([*TABLES["unreported"], *VOCABULARY, *CHANGEABLE_BATCH_SIZES])
-"""Fields of the reported groups that do not change what a step computes, or are compared
-otherwise."""
+"""Fields of the schedules of learning rate and weight decay, besides their lengths."""
+ORDER_FIELDS = frozenset(item.name for item in dataclasses.fields(DataOrder))
+CHANGEABLE_BATCH_SIZES = ORDER_FIELDS - fields_that_decide(Decides.SAMPLES)
+"""Fields of the data's order that determine how many of the next samples a step takes, but not
+which."""
+LEARNED = (
+    Decides.FUNCTION | Decides.TRAINING | Decides.SCHEDULE | Decides.CONTENT | Decides.ROTATION
+)
+REPORTED = fields_that_decide(LEARNED) - ORDER_FIELDS
+"""Fields whose changes a resume reports. Fields of the data's order are compared as `DataOrder`."""
 
 
 class Change(NamedTuple):
@@ -66,16 +75,19 @@ class Change(NamedTuple):
 
 def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> list[Problem]:
     """The settings of a run that contradict the checkpoint it would resume from."""
-    if changed := _changed_stages(checkpoint, config):
+    if changed := _changed_phases(checkpoint, config):
         return changed
-    config = _in_stage_of(checkpoint, config)
-    run, settings = checkpoint.run, config.to_dict()
-    layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
-    path, fixed = checkpoint.path, CHANGEABLE_FIELDS.union(VOCABULARY)
+    config = _in_phase_of(checkpoint, config)
+    run = checkpoint.run
+    settings = config.to_dict()
+    layout = ParallelLayout.of(config, dp_size)
+    order = DataOrder.of(config, dp_size)
+    path = checkpoint.path
     problems = []
     rope = rope_fields(config.model, saved_config(checkpoint).model)
-    for change in _changed_fields(checkpoint, config, ("model", "moe")):
-        if change.name not in rope | fixed:
+    free = CHANGEABLE_FIELDS | fields_that_decide(Decides.TOKENS)  # vocab_size: see below
+    for change in _changed_fields(checkpoint, config, MODEL_FIELDS):
+        if change.name not in rope | free:
             texts = {"path": path, **change._asdict()}
             problems.append(Problem("resume-model-changed", change.name, **texts))
         elif change.name in rope and not config.checkpoint.override_rope:
@@ -108,11 +120,12 @@ def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
     return problems
 
 
-def _changed_stages(checkpoint: Checkpoint, config: Config) -> list[Problem]:
-    """Whether the run lacks the stage of the checkpoint, or had others before it."""
-    count, now = checkpoint.run.state.stage + 1, stage_names(config)
+def _changed_phases(checkpoint: Checkpoint, config: Config) -> list[Problem]:
+    """Whether the run lacks the phase of the checkpoint, or had others before it."""
+    count = checkpoint.run.state.stage + 1
+    now = phase_names(config)
     try:
-        saved = stage_names(saved_config(checkpoint))[:count]
+        saved = phase_names(saved_config(checkpoint))[:count]
     except (TypeError, ValueError, LookupError):  # values of wrong types
         saved = []
     is_same = len(now) >= count and (saved or now[:count]) == now[:count]
@@ -122,9 +135,9 @@ def _changed_stages(checkpoint: Checkpoint, config: Config) -> list[Problem]:
     return [Problem("resume-stages-changed", path=checkpoint.path, **values)]
 
 
-def _in_stage_of(checkpoint: Checkpoint, config: Config) -> Config:
-    """The configuration of the run in the stage of the checkpoint, from which it continues."""
-    return config.in_stage(0 if config.checkpoint.is_new_run else checkpoint.run.state.stage)
+def _in_phase_of(checkpoint: Checkpoint, config: Config) -> Config:
+    """The configuration of the run in the phase of the checkpoint, from which it continues."""
+    return config.in_phase(0 if config.checkpoint.is_new_run else checkpoint.run.state.stage)
 
 
 def rope_fields(*models: ModelConfig) -> frozenset[str]:
@@ -137,18 +150,21 @@ def rope_fields(*models: ModelConfig) -> frozenset[str]:
 
 def _position_conflicts(checkpoint: Checkpoint, config: Config) -> Iterator[Problem]:
     """Whether learned position embeddings have rows for the positions of the run."""
-    rows, now = saved_config(checkpoint).model.num_positions, config.model.num_positions
+    rows = saved_config(checkpoint).model.num_positions
+    now = config.model.num_positions
     if config.model.position_embedding_type == "learned_absolute" and rows != now:
-        path, model = checkpoint.path, config.model
+        path = checkpoint.path
+        model = config.model
         yield Problem("resume-positions-changed", settings=model, path=path, rows=rows)
 
 
 def _layout_conflicts(checkpoint: Checkpoint, now: ParallelLayout) -> Iterator[Problem]:
     """Yields reasons against resharding the states of a checkpoint to a layout."""
-    saved, path = checkpoint.run.layout, checkpoint.path
+    saved = checkpoint.run.layout
+    path = checkpoint.path
     if saved.optimizer != now.optimizer:
         yield Problem("resume-optimizer-changed", saved=saved, path=path, now=now)
-    elif saved.optimizer == EIGHT_BIT and (changes := layout_changes(saved, now)):
+    elif is_bound_to_layout(saved.optimizer) and (changes := layout_changes(saved, now)):
         yield Problem("resume-8-bit-moments", path=path, changes="; ".join(changes))
 
 
@@ -184,7 +200,8 @@ def _changed_part(checkpoint: Checkpoint, config: Config, part: str) -> Iterator
     """Another function than the checkpoint's run had instead of the package's own."""
     before, after = (source.custom_parts.get(part) for source in (checkpoint.run, config))
     if before != after:
-        saved, now = before or "the built-in one", after or "the built-in one"
+        saved = before or "the built-in one"
+        now = after or "the built-in one"
         yield Problem("resume-part-changed", part=part, saved=saved, path=checkpoint.path, now=now)
 
 
@@ -192,17 +209,15 @@ def changed_settings(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
     """Warnings of the changed settings that a resume allows and that affect training."""
     if config.checkpoint.finetune:
         return []
-    config = _in_stage_of(checkpoint, config)
-    path, saved, now = checkpoint.path, checkpoint.run.data_order, DataOrder.of(config, dp_size)
-    model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
-    changes = [
-        change
-        for change in _changed_fields(checkpoint, config, TABLES["reported_groups"])
-        if change.name not in UNREPORTED | (model - CHANGEABLE_FIELDS - ROPE_FIELDS)
-        and (GROUP_OF_FIELD.get(change.name) != "data" or change.name in TABLES["reported_data"])
-    ]
+    config = _in_phase_of(checkpoint, config)
+    path = checkpoint.path
+    saved = checkpoint.run.data_order
+    now = DataOrder.of(config, dp_size)
     order = _changes(asdict(saved), asdict(now))
-    changes += [change for change in order if change.name in CHANGEABLE_BATCH_SIZES]
+    changes = [
+        *_changed_fields(checkpoint, config, REPORTED),
+        *(change for change in order if change.name in CHANGEABLE_BATCH_SIZES),
+    ]
     if config.checkpoint.override_opt_param_scheduler:
         changes = [change for change in changes if change.name not in SCHEDULER_FIELDS]
     return [
@@ -218,7 +233,8 @@ def partition_conflicts(
     checkpoint: Checkpoint, partitions: Sequence[FlatPartition]
 ) -> list[Problem]:
     """The problem of an optimizer that keeps other elements at the places of its flat tensors."""
-    saved, now = checkpoint.run.partitions, tuple(partitions)
+    saved = checkpoint.run.partitions
+    now = tuple(partitions)
     if saved == now:
         return []
     index = next(
@@ -278,20 +294,20 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
 
 
 def _changed_fields(
-    checkpoint: Checkpoint, config: Config, groups: Iterable[str]
+    checkpoint: Checkpoint, config: Config, names: Collection[str]
 ) -> Iterator[Change]:
-    """Differences of the fields of some groups that have an effect in both runs.
+    """Differences of the fields `names` that have an effect in both runs.
 
     A field that was not given in either run differs only as a consequence of another one.
     """
     runs = saved_config(checkpoint), config
     effective = [_effective_values(run) for run in runs]
     given_in = [_as_json(run.to_dict()) for run in runs]
-    for group in groups:
+    for group in GROUPS:
         before, now = (values[group] for values in effective)
         differing = {name for name, *_ in _changes(*(values[group] for values in given_in))}
-        kept = {name: now[name] for name in now if name in differing & before.keys()}
-        yield from _changes(before, kept)
+        compared = differing & before.keys() & set(names)
+        yield from _changes(before, {name: now[name] for name in now if name in compared})
 
 
 def _effective_values(config: Config) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -42,8 +43,15 @@ FORMAT_VERSION = 4
 STATES = ".pt"
 """Suffix of the files that hold tensors."""
 CHECKSUM_PLACEHOLDER = "0" * 64
+WORLD_SIZES = (
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "ds_sequence_parallel_size",
+    "pipeline_model_parallel_size",
+)
+"""Fields of a layout whose product is the number of processes."""
 DamageCheck = Callable[[Path], Problem | None]
-"""Returns the first problem of a checkpoint's folder; None if there is none."""
+"""Returns the first problem of a checkpoint's folder; None for an undamaged one."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class ParallelLayout:
     sub_group_size: int
     """0 if the stage does not read it."""
     ds_sequence_parallel_size: int = 1
+    """Ranks that have slices of the same sequences, however attention exchanges them."""
     expert_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     expert_tensor_parallel_size: str = ""
@@ -69,20 +78,25 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> ParallelLayout:
-        config = config.in_stage(0)  # all stages have the same
+        config = config.in_phase(0)  # all stages have the same
         return cls(
             tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
             data_parallel_size=dp_size,
             zero_stage=config.zero_stage,
             precision=config.precision.name,
-            optimizer=config.optimizer.states,
-            ds_sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
+            optimizer=config.optimizer.spec.checkpoint_name,
+            ds_sequence_parallel_size=config.parallel.sequence_ranks,
             expert_model_parallel_size=config.expert_parallel_size,
             pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
             expert_tensor_parallel_size="1" if config.has_whole_experts else "",
             layers_per_stage=_layers_per_stage(config),
             **partition_keys(config, dp_size),
         )
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return math.prod(getattr(self, size) for size in WORLD_SIZES)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ParallelLayout:
@@ -114,8 +128,10 @@ class DataOrder:
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> DataOrder:
-        rampup, steps = config.schedule.rampup_batch_size, config.schedule.batch_size_steps
-        split, rounding = config.data.split, config.data.split_rounding
+        rampup = config.schedule.rampup_batch_size
+        steps = config.schedule.batch_size_steps
+        split = config.data.split
+        rounding = config.data.split_rounding
         if rounding != DataConfig.split_rounding:
             split = f"{split or 'the default'}, rounded as {rounding}"
         return cls(
@@ -140,7 +156,8 @@ class ShardRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardRecord:
         """Raises ValueError, TypeError or KeyError for anything but the fields of a record."""
-        sections, parts = tuple(map(int, values["sections"])), tuple(values.get("parts", ()))
+        sections = tuple(map(int, values["sections"]))
+        parts = tuple(values.get("parts", ()))
         if parts and (len(parts) != len(sections) or not all(isinstance(p, str) for p in parts)):
             raise ValueError(f"shards: {parts} are not the names of {len(sections)} sections")
         return cls(int(values["dim"]), sections, parts)
@@ -172,7 +189,8 @@ class RunRecord:
     custom_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of the functions that the run used instead of the package's own, by what they are."""
     published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the model with which the run began says of itself, for exports."""
+    """Description of the model that the run was initialized from, for exports; see
+    `Publication`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -225,7 +243,8 @@ def _history_of(values: Any, config: Mapping[str, Mapping[str, Any]]) -> BlendHi
     """The blend history, with the sequence length that older versions did not record in it."""
     if values is None:
         return None
-    history, length = BlendHistory.from_dict(values), config["model"].get("seq_length", 0)
+    history = BlendHistory.from_dict(values)
+    length = config["model"].get("seq_length", 0)
     if history.seq_length or not isinstance(length, int):
         return history
     return dataclasses.replace(history, seq_length=length)
@@ -298,7 +317,7 @@ def check_names(path: Path) -> Problem | None:
     """Checks a checkpoint's file names, sizes and JSON files, without reading tensors.
 
     Returns:
-        The first problem found; None if there is none.
+        The first problem found; None for an undamaged checkpoint.
     """
     return find_record_damage(path) or _first_problem(path, _check_files)
 
@@ -430,7 +449,8 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
     content = _read_file(path / MANIFEST)
     try:
         values = json.loads(content)
-        digest, files = str(values["sha256"]), dict(values["files"])
+        digest = str(values["sha256"])
+        files = dict(values["files"])
         text = content.decode().replace(digest, CHECKSUM_PLACEHOLDER, 1)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(_metadata_damage(MANIFEST, repr(error))) from error

@@ -1,13 +1,11 @@
-"""Shared base of saving and restoring the checkpoints of one run."""
+"""Facts about a run that saving and restoring share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
-from megatron_ds.checkpoint.folders.run_lock import RunLock
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.store.claim import RunStores
@@ -26,9 +24,9 @@ class StoredTokenizer:
     """Contents by path in the copy."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class RunCheckpoints:
-    """The checkpoints of one run."""
+    """The run whose checkpoints are saved and restored, and where they are."""
 
     config: Config
     mesh: Mesh
@@ -36,25 +34,15 @@ class RunCheckpoints:
     """Prints a line on one rank."""
     ranks: CollectiveIO
     """All ranks."""
-    lock: RunLock | None = None
-    """The lock of --save, on the first rank; None if no other run can use the folder."""
-    folders: RunFolders | None = None
-    """The locations of --save and --load; None: local folders."""
+    folders: RunFolders
+    """The locations of --save and --load."""
     tokenizer: StoredTokenizer | None = None
     """The run's tokenizer, compared with a checkpoint's. The first rank stores its files."""
     stores: RunStores = field(default_factory=RunStores)
     """The stores that --save and --load name."""
     local: LocalCheckpoints | None = None
     """The checkpoints of --local-checkpoint-dir."""
-    on_saved: Callable[..., object] = lambda iteration, **seconds: None
-    """Called for each complete checkpoint with its iteration, the `seconds` that its save took, and
-    the seconds that training `waited` for it."""
-    newest: Path | None = field(default=None, init=False)
-    """The checkpoint that this run has saved or else loaded last."""
 
-    @property
-    def _folders(self) -> RunFolders:
-        return self.folders or RunFolders.local(self.config.checkpoint)
-
-    def _warn(self, problem: Problem) -> None:
+    def warn(self, problem: Problem) -> None:
+        """Logs a warning."""
         self.log(f"WARNING: {problem.render()}")

@@ -64,14 +64,17 @@ class SaveSteps:
     Attributes:
         folder: Folder of the checkpoints.
         iteration: Iteration of the checkpoint.
-        snapshot: What this rank writes.
+        snapshot: Tensors and states that this rank writes.
         run: Contents of run.json, on the first rank.
         tokenizer_files: Contents by path in the tokenizer's folder, on the first rank.
-        estimate: Bytes of a checkpoint, used if there is no earlier one to compare with.
+        estimate: Bytes of a checkpoint, used without an earlier one to compare with.
         lock: The lock of the folder, on the first rank; None if no other run can use it.
-        retention: Which older checkpoints to keep; None for all.
+        key: Distinguishes this run's unfinished folders from the folders of a run that takes over
+            --save; the same on all ranks.
+        retention: Rule for the older checkpoints to keep; None keeps all.
         warnings: Problems that did not fail the save.
-        outcome: What happens to the checkpoint.
+        outcome: Verb of the log line: "successfully saved", or "wrote" for a checkpoint after a
+            skipped step.
     """
 
     folder: Path
@@ -81,13 +84,15 @@ class SaveSteps:
     tokenizer_files: Mapping[str, bytes]
     estimate: int
     lock: RunLock | None
+    key: str
     retention: Retention | None
     warnings: list[Problem] = field(default_factory=list)
     outcome: str = "successfully saved"
 
     def keep_older(self) -> None:
         """The last step was skipped: no older checkpoint is removed."""
-        self.retention, self.outcome = None, "wrote"
+        self.retention = None
+        self.outcome = "wrote"
         self.warnings.append(Problem("saved-after-skipped-step", iteration=self.iteration))
 
     @property
@@ -102,7 +107,8 @@ class SaveSteps:
 
     @property
     def temporary(self) -> Path:
-        return self.folder / f"{local_files.INCOMPLETE}{self.target.name}"
+        """The folder until it is complete. Ranks that were suspended may still write to theirs."""
+        return self.folder / f"{local_files.INCOMPLETE}{self.target.name}-{self.key}"
 
     def steps(self) -> Steps:
         """The work of the save in its order. An error of one rank is an error of all.
@@ -140,8 +146,8 @@ class SaveSteps:
     def _require_folder(self) -> None:
         """Checks that --save still belongs to this run.
 
-        Also before a save is published or its files are removed: during a long save, another run
-        may have taken the folder of a suspended one, and its files have the same names.
+        Also before a save is published, the pointers name it, or its files are removed: during a
+        long save, another run may have taken the folder of a suspended one.
 
         Raises:
             FolderLostError: If another run has taken the folder.
@@ -179,10 +185,13 @@ class SaveSteps:
         """Completes the checkpoint, gives it its name, and removes old ones.
 
         Args:
-            written: What each rank wrote.
+            written: Records of the files that each rank wrote.
 
         Returns:
             Problems that did not fail the save.
+
+        Raises:
+            FolderLostError: If another run has taken the folder.
         """
         local_files.wait_for_files(self.temporary, _joined(written))
         (self.temporary / POINTER_PENDING).touch()
@@ -192,10 +201,10 @@ class SaveSteps:
         return self._update_pointers()
 
     def description(self, written: Sequence[Mapping[str, FileRecord]]) -> dict[str, bytes]:
-        """Contents of the files besides the ranks' own, by name; the manifest is the last.
+        """Contents of the files that no rank has written, by name; the manifest is the last.
 
         Args:
-            written: What each rank wrote.
+            written: Records of the files that each rank wrote.
         """
         assert self.run is not None
         texts = {f"{TOKENIZER}/{name}": text for name, text in self.tokenizer_files.items()}
@@ -204,12 +213,19 @@ class SaveSteps:
         return {**texts, MANIFEST: manifest_text(_joined(written) | records).encode()}
 
     def _update_pointers(self) -> list[Problem]:
-        """Updates pointers and removes old checkpoints; errors here do not fail the save."""
+        """Updates pointers and removes old checkpoints; errors of the disk do not fail the save.
+
+        Raises:
+            FolderLostError: If another run has taken the folder.
+        """
         assert self.run is not None
         try:
-            local_files.write_pointers(self.target)
+            local_files.write_pointers(self.target, self._require_folder)
             if self.retention is not None:
+                self._require_folder()
                 local_files.remove_older(self.target, self.run.branch, self.retention)
+        except FolderLostError:
+            raise
         except OSError as error:
             return [Problem("save-pointers-failed", target=self.target, error=error)]
         return []
@@ -248,7 +264,8 @@ class SaveInProgress:
         return {"seconds": round(seconds, 3), "waited": round(self.stalled + waited, 3)}
 
     def background_line(self, waited: float) -> str:
-        """For the log, once a save in the background is complete."""
+        """Describes a completed background save, for the log. `waited` is the time in seconds that
+        training waited for it."""
         written = time.monotonic() - self._started - self.stalled
         stall = f"; training waited {waited:.1f} s for it" if waited else ""
         return f"it was written in the background within {written:.1f} s{stall}"

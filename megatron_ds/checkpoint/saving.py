@@ -17,12 +17,14 @@ rank cleans up, and the older checkpoints remain. All ranks must see the same fo
 from __future__ import annotations
 
 import functools
+import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_ds.checkpoint import metadata
 from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.folders.run_lock import RunLock
 from megatron_ds.checkpoint.lineage import Lineage, starts_fork
 from megatron_ds.checkpoint.metadata import (
     Checkpoint,
@@ -46,19 +48,60 @@ BYTES_PER_PARAMETER = {True: 16, False: 8}
 """Upper bound for a checkpoint: a weight, its fp32 copy and, with the optimizer, two moments."""
 
 
-@dataclass(eq=False)
-class Saving(RunCheckpoints):
-    """Saves the checkpoints of a run. Methods are collective unless noted otherwise."""
+class Saving:
+    """Saves the checkpoints of a run. Methods are collective unless noted otherwise.
 
-    _branch: Lineage = field(default_factory=Lineage.new, init=False)
-    _current: SaveInProgress | None = field(default=None, init=False)
-    _last_start: float = field(default_factory=lambda: time.monotonic(), init=False)
+    Attributes:
+        newest: The checkpoint that was saved last, or None.
+    """
+
+    def __init__(
+        self,
+        run: RunCheckpoints,
+        lock: RunLock | None = None,
+        on_saved: Callable[..., object] | None = None,
+    ) -> None:
+        """Prepares the saves of a run.
+
+        Args:
+            run: The run.
+            lock: The lock of --save, on the first rank; None if no other run can use the folder.
+            on_saved: Called for each complete checkpoint with its iteration, the `seconds` that its
+                save took, and the seconds that training `waited` for it.
+        """
+        self.newest: Path | None = None
+        self._config = run.config
+        self._mesh = run.mesh
+        self._ranks = run.ranks
+        self._log = run.log
+        self._warn = run.warn
+        self._folder = run.folders.save
+        self._store = run.stores.save
+        self._local = run.local
+        self._tokenizer = run.tokenizer
+        self._lock = lock
+        self._on_saved = on_saved
+        self._branch = Lineage.new()
+        self._current: SaveInProgress | None = None
+        self._last_start = time.monotonic()
+
+    @functools.cached_property
+    def _key(self) -> str:
+        """See `SaveSteps`."""
+        return self._ranks.run_on_rank0(lambda: secrets.token_hex(4))
+
+    @property
+    def _retention(self) -> local_files.Retention | None:
+        options = self._config.checkpoint
+        if options.keep_last is None:
+            return None
+        return local_files.Retention(options.keep_last, options.keep_every)
 
     def save(
         self,
         engine: ZeroEngine,
         state: TrainState,
-        history: Callable[[], BlendHistory | None] = lambda: None,
+        history: Callable[[], BlendHistory | None] | None = None,
         *,
         in_background: bool = False,
         after_skip: bool = False,
@@ -81,13 +124,13 @@ class Saving(RunCheckpoints):
         save = self._collect(engine, state, history, copy=in_background)
         if after_skip:
             save.keep_older()
-        current = SaveInProgress(save, self.ranks, self._last_start, in_background=in_background)
+        current = SaveInProgress(save, self._ranks, self._last_start, in_background=in_background)
         self._current = current
         if not in_background:
             self.advance(wait=True)
             return
         size = save.snapshot.copied_bytes / 1e9
-        self.log(
+        self._log(
             f"  stalled {current.stalled:.2f} s for the copy of {size:.3f} GB to host memory; "
             "it is written in the background"
         )
@@ -96,7 +139,7 @@ class Saving(RunCheckpoints):
         self,
         engine: ZeroEngine,
         state: TrainState,
-        history: Callable[[], BlendHistory | None] = lambda: None,
+        history: Callable[[], BlendHistory | None] | None = None,
     ) -> None:
         """Writes a checkpoint to the disks of the nodes; an error is a warning.
 
@@ -105,15 +148,15 @@ class Saving(RunCheckpoints):
             state: State after the last step.
             history: Returns the consumption of the training data; called on the first rank only.
         """
-        assert self.local is not None
-        folder = self.config.checkpoint.local_checkpoint_dir
+        assert self._local is not None
+        folder = self._config.checkpoint.local_checkpoint_dir
         save = self._collect(engine, state, history, copy=False, folder=folder)
         try:
-            self.local.save(state.iteration, save.snapshot.write, save.description)
+            self._local.save(state.iteration, save.snapshot.write, save.description)
         except OSError as error:
             self._warn(Problem("local-save-failed", iteration=state.iteration, error=error))
             return
-        self.log(f"  saved local checkpoint at iteration {state.iteration:7d} on all nodes")
+        self._log(f"  saved local checkpoint at iteration {state.iteration:7d} on all nodes")
 
     def advance(self, *, wait: bool) -> None:
         """Continues a save in the background, if there is one.
@@ -127,7 +170,8 @@ class Saving(RunCheckpoints):
         current = self._current
         if current is None:
             return
-        has_ended, start = True, time.monotonic()
+        has_ended = True
+        start = time.monotonic()
         try:
             has_ended = current.advance(wait=wait)
         finally:
@@ -136,17 +180,18 @@ class Saving(RunCheckpoints):
                 for warning in current.save.warnings:
                     self._warn(warning)
         if has_ended:
-            self._on_saved(current, time.monotonic() - start if wait else 0.0)
+            self._finish(current, time.monotonic() - start if wait else 0.0)
 
-    def _on_saved(self, done: SaveInProgress, waited: float) -> None:
-        """Logs the end of a save, for which training has waited so many seconds."""
+    def _finish(self, done: SaveInProgress, waited: float) -> None:
+        """Logs a completed save and the seconds that training waited for it."""
         save = done.save
         self.newest = save.target
-        self.on_saved(save.iteration, **done.times(waited))
+        if self._on_saved is not None:
+            self._on_saved(save.iteration, **done.times(waited))
         folder = save.shown_folder
-        self.log(f"  {save.outcome} checkpoint at iteration {save.iteration:7d} to {folder}")
+        self._log(f"  {save.outcome} checkpoint at iteration {save.iteration:7d} to {folder}")
         if done.in_background:
-            self.log(f"  {done.background_line(waited)}")
+            self._log(f"  {done.background_line(waited)}")
 
     def abandon(self) -> None:
         """Ends the writing of a save in the background, if there is one. Local.
@@ -158,69 +203,75 @@ class Saving(RunCheckpoints):
             self._current.abandon()
 
     def minutes_have_passed(self, minutes: float) -> bool:
-        """Whether the last save was begun so many minutes ago, by the clock of the first rank."""
+        """Whether at least `minutes` minutes have passed since the last save began, by the clock of
+        the first rank."""
         is_late = time.monotonic() - self._last_start >= 60 * minutes
-        return self.ranks.is_true_on_all(is_late or self.ranks.rank > 0)
+        return self._ranks.is_true_on_all(is_late or self._ranks.rank > 0)
 
     def _collect(
         self,
         engine: ZeroEngine,
         state: TrainState,
-        history: Callable[[], BlendHistory | None],
+        history: Callable[[], BlendHistory | None] | None,
         *,
         copy: bool,
         folder: str | None = None,
     ) -> SaveSteps:
         """Collects what a checkpoint of this moment has, and touches no files."""
-        options, save = self.config.checkpoint, self._folders.save
+        options = self._config.checkpoint
+        save = self._folder
         assert save is not None
-        self.log(f"saving checkpoint at iteration {state.iteration:7d} to {folder or save}")
+        self._log(f"saving checkpoint at iteration {state.iteration:7d} to {folder or save}")
         snapshot = engine.snapshot(copy=copy)
-        specs, partitions = engine.shard_specs(), tuple(engine.partitions())
+        specs = engine.shard_specs()
+        partitions = tuple(engine.partitions())
         experts = engine.sharded_experts()
         # The data-parallel ranks hold the same parameters, except experts; only the first rank with
         # the same experts counts.
-        count = engine.parameter_count() if self.mesh.expert_dp.rank == 0 else 0
+        count = engine.parameter_count() if self._mesh.expert_dp.rank == 0 else 0
         has_optimizer = not options.no_save_optim
-        estimate = self.ranks.total(count) * BYTES_PER_PARAMETER[has_optimizer]
+        estimate = self._ranks.total(count) * BYTES_PER_PARAMETER[has_optimizer]
         run = None
-        if self.ranks.rank == 0:
+        if self._ranks.rank == 0:
             # Tools read the values of the stage; a resume also needs the names of the stages.
-            config = self.config.in_stage(state.stage)
+            config = self._config.in_phase(state.stage)
             run = RunRecord(
                 state=state,
-                config=config.with_values({"stages": self.config.schedule.stages}).to_dict(),
-                layout=ParallelLayout.of(config, self.mesh.dp.size),
-                data_order=DataOrder.of(config, self.mesh.dp.size),
+                config=config.with_values({"stages": self._config.schedule.stages}).to_dict(),
+                layout=ParallelLayout.of(config, self._mesh.dp.size),
+                data_order=DataOrder.of(config, self._mesh.dp.size),
                 shards={
                     name: ShardRecord(spec.dim, spec.sections, spec.parts)
                     for name, spec in specs.items()
                 },
                 branch=self._branch,
                 partitions=partitions,
-                tokenizer=None if self.tokenizer is None else self.tokenizer.fingerprint,
-                data=history(),
+                tokenizer=None if self._tokenizer is None else self._tokenizer.fingerprint,
+                data=None if history is None else history(),
                 experts=experts,
                 has_optimizer=has_optimizer,
-                custom_parts=self.config.custom_parts,
-                published=self.config.published,
+                custom_parts=self._config.custom_parts,
+                published=self._config.published,
             )
-        make_steps: Callable[..., SaveSteps] = SaveSteps
-        if self.stores.save is not None:
-            make_steps = functools.partial(
-                StoreSaveSteps, destination=self.stores.save, world_size=self.mesh.world_size
-            )
+        make_steps = self._make_steps()
         return make_steps(
             folder=save.folder,
             iteration=state.iteration,
             snapshot=snapshot,
             run=run,
-            tokenizer_files={} if self.tokenizer is None else self.tokenizer.files,
+            tokenizer_files={} if self._tokenizer is None else self._tokenizer.files,
             estimate=estimate,
-            lock=self.lock,
-            retention=None
-            if options.keep_last is None
-            else local_files.Retention(options.keep_last, options.keep_every),
+            lock=self._lock,
+            key=self._key,
+            retention=self._retention,
+        )
+
+    def _make_steps(self) -> Callable[..., SaveSteps]:
+        """The steps of a save to a folder, or to the store of --save."""
+        if self._store is None:
+            return SaveSteps
+        return functools.partial(
+            StoreSaveSteps, destination=self._store, world_size=self._mesh.world_size
         )
 
     def start_branch(self, checkpoint: Checkpoint | None) -> None:
@@ -231,8 +282,8 @@ class Saving(RunCheckpoints):
         from, the pointers name the checkpoint from now on: a --load without --ckpt-step continues
         this run. Not collective.
         """
-        assert self._folders.save is not None
-        folder = self._folders.save.folder
+        assert self._folder is not None
+        folder = self._folder.folder
         start = 0 if checkpoint is None else checkpoint.iteration
         newer = [path for path in list_checkpoints(folder) if iteration_of(path) > start]
         if checkpoint is not None:
@@ -240,10 +291,10 @@ class Saving(RunCheckpoints):
             self._branch = checkpoint.run.branch.fork(start) if is_fork else checkpoint.run.branch
             if folder.samefile(checkpoint.path.parent) and not checkpoint.is_universal:
                 local_files.write_pointers(checkpoint.path)
-                if self.stores.save is not None:
-                    store_save.write_pointers(self.stores.save.store, checkpoint.path.name)
+                if self._store is not None:
+                    store_save.write_pointers(self._store.store, checkpoint.path.name)
         find_damage = metadata.check_names
-        if self.stores.save is not None:
+        if self._store is not None:
             find_damage = metadata.find_record_damage  # their files are in the store
         if complete := [path.name for path in newer if find_damage(path) is None]:
             names = ", ".join(complete)

@@ -1,7 +1,7 @@
 """Selects the checkpoint that a run resumes from or that a tool loads.
 
-Owns the policy: which folder wins, and what happens if none is there or one is damaged. How deeply
-a checkpoint is checked, and on which ranks, is up to the caller. Imports no torch.
+Owns the policy: which folder wins, and what happens if a checkpoint is missing or damaged. How
+deeply a checkpoint is checked, and on which ranks, is up to the caller. Imports no torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class CheckpointListing:
 
         A run that continues from one saves others, which its next start selects.
         """
-        universal, others = self.universal, (*self.preferred, *self.paths)
+        universal = self.universal
+        others = (*self.preferred, *self.paths)
         if (step := options.step) is not None:
             universal = tuple(path for path in universal if universal_iteration(path) == step)
             others = tuple(path for path in others if iteration_of(path) == step)
@@ -128,7 +129,8 @@ def select_checkpoint(
 ) -> Checkpoint | None:
     """Selects the checkpoint of --ckpt-step, or the one that the pointer names.
 
-    Without a pointer it is the newest; instead of a damaged one it is the one before it.
+    Without a pointer it selects the newest one, and instead of a damaged checkpoint the one before
+    it.
 
     Args:
         listing: The --load folder.
@@ -172,7 +174,8 @@ def select_checkpoint(
         warn(Problem("checkpoint-skipped", path=candidate, damage=damage))
         damaged.append(f"\n  - {candidate}: {damage}")
     new_run = ", or move them away to start a new run" if is_training else ""
-    folder, listed = listing.folder, "".join(damaged)
+    folder = listing.folder
+    listed = "".join(damaged)
     raise user_error("all-checkpoints-damaged", folder=folder, damaged=listed, new_run=new_run)
 
 

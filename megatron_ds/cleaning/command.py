@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron_ds.cleaning import pipeline
 from megatron_ds.cleaning.options import RESUME, CleaningOptions
-from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.cleaning.stats import Counts, ranked
 from megatron_ds.cli.progress import progress
 from megatron_ds.cli.sharding import ShardOptions, connect_ray
@@ -35,6 +35,8 @@ from megatron_ds.preprocess.shards import Shard, shard_problems
 
 Update = Callable[[int, int, str], None]
 """Takes the documents and bytes so far, and a description."""
+Clean = Callable[[CleaningOptions, Update], Counts | None]
+"""Cleans. Returns None if other processes have to complete the output."""
 MERGED_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 
@@ -45,6 +47,7 @@ class CleaningCommand:
     FIELD_FLAGS: ClassVar[Mapping[str, str]] = {"json_keys": "--json-key"}
 
     log_interval: int = option_field(10_000, minimum=1)
+    """Documents between progress lines if stderr is not a terminal."""
     cleaning: CleaningOptions = option_group(CleaningOptions(workers=environment.available_cores()))
     shards: ShardOptions = option_group(ShardOptions())
     tokenizer: TokenizerConfig = option_group(TokenizerConfig())
@@ -84,9 +87,13 @@ class MergeOptions:
     FIELD_FLAGS: ClassVar[Mapping[str, str]] = {"paths": "--json_path", "output": "--output_file"}
 
     json_path: tuple[str, ...] = option_field((".",), flag="json_path", nargs="*", metavar="PATH")
+    """JSON lines files, or folders whose files (including subfolders) are merged in order of
+    name."""
     output_file: str = option_field("merged_output.json", flag="output_file", metavar="FILE")
+    """Output file; compressed if the name ends with .gz, .xz or .bz2."""
     workers: int = option_field(1, minimum=1)
-    resume: bool = option_field(False, RESUME)
+    """Number of worker processes."""
+    resume: bool = option_field(False, help=RESUME)
 
     @property
     def files(self) -> list[str]:
@@ -103,7 +110,7 @@ class MergeOptions:
         cleaning = CleaningOptions(
             inputs, self.output_file, stages=(), workers=self.workers, resume=self.resume
         )
-        clean_and_report(cleaning, log_interval=10_000)
+        clean_and_report(cleaning, 10_000, _clean, _total_bytes(cleaning))
 
 
 def files_of(path: str, output: str) -> Iterator[str]:
@@ -127,16 +134,28 @@ def files_of(path: str, output: str) -> Iterator[str]:
 
 def work(command: CleaningCommand) -> None:
     """Clean and report the results."""
-    run = functools.partial(_clean_shards, command) if command.shards.is_used else _clean
-    clean_and_report(command.options, command.log_interval, run)
+    options = command.options
+    if command.shards.is_used:
+        clean: Clean = functools.partial(_clean_shards, command)
+        total = None
+    else:
+        clean = _clean
+        total = _total_bytes(options)
+    clean_and_report(options, command.log_interval, clean, total)
 
 
 def _clean(options: CleaningOptions, update: Update) -> Counts:
-    return clean(options, functools.partial(_report, update))
+    return pipeline.clean(options, functools.partial(_report, update))
+
+
+def _total_bytes(options: CleaningOptions) -> int | None:
+    """Bytes of the inputs; None if they have problems, which the work reports."""
+    return None if any(options.inputs.problems()) else options.inputs.total_bytes()
 
 
 def _report(update: Update, counts: Counts, input_bytes: int) -> None:
-    before, after = counts.before.documents, counts.after.documents
+    before = counts.before.documents
+    after = counts.after.documents
     update(before, input_bytes, f"{after:,} of {before:,} documents kept")
 
 
@@ -151,13 +170,15 @@ def _clean_shards(
     def report(documents: int, input_bytes: int) -> None:
         update(documents, input_bytes, f"{documents:,} documents read")
 
-    shards, part = command.shards, command.shards.part
+    shards = command.shards
+    part = command.shards.part
     if part is not None:
         if not shards.merges:
             ray_cluster.exit_with_task()
-        shard, merges = Shard(*part), shards.merges
+        shard = Shard(*part)
+        merges = shards.merges
         return sharded.clean_shard(options, shard, report, print_error, merges=merges)
-    program = inspect.getfile(type(command))
+    program = [os.path.abspath(inspect.getfile(type(command)))]
     with connect_ray(shards, program, options.workers, print_error) as ray:
         count = settle_count(options.output, shards.num_shards, ray.count)
         merged = functools.partial(_report, update)
@@ -165,26 +186,23 @@ def _clean_shards(
 
 
 def clean_and_report(
-    options: CleaningOptions,
-    log_interval: int,
-    run: Callable[[CleaningOptions, Update], Counts | None] = _clean,
+    options: CleaningOptions, log_interval: int, clean: Clean, total: int | None
 ) -> None:
     """Clean documents and print the results.
 
     Args:
-        options: What to read, apply and write.
+        options: Inputs, stages and output.
         log_interval: Documents between progress lines if stderr is not a terminal.
-        run: Cleans. Returns None if other processes have to complete the output.
+        clean: Cleans.
+        total: Bytes that it reads; None if they are unknown.
 
     Raises:
         UserError: For invalid options, inputs that cannot be read, or if no document is left.
     """
     start = time.perf_counter()
     environment.limit_tokenizer_threads()  # the workers are the parallelism
-    is_known = run is _clean and not any(options.inputs.problems())
-    total = options.inputs.total_bytes() if is_known else None
     with progress("cleaning", total, log_interval) as update:
-        counts = run(options, update)
+        counts = clean(options, update)
     if counts is None:
         return
     print(*final_report(counts, options, time.perf_counter() - start), sep="\n")
@@ -192,7 +210,9 @@ def clean_and_report(
 
 def final_report(counts: Counts, options: CleaningOptions, seconds: float) -> Iterator[str]:
     """The results, stage by stage, and the output files."""
-    before, after, seconds = counts.before, counts.after, max(seconds, 1e-9)
+    before = counts.before
+    after = counts.after
+    seconds = max(seconds, 1e-9)
     if not options.order:  # the texts were not read
         speed = f"{before.documents / seconds:,.0f} documents/s"
         yield f"merged {after.documents:,} documents in {seconds:.1f} s ({speed})"

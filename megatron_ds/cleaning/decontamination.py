@@ -35,13 +35,21 @@ class TaskOptions:
     """Texts of evaluation tasks, removed by the stage decontaminate."""
 
     eval_task_files: tuple[str, ...] = option_field((), nargs="*", metavar="FILE")
+    """Texts of evaluation tasks: JSON lines, tables, or plain text with one task per paragraph."""
     eval_task_keys: tuple[str, ...] = option_field((), nargs="*", metavar="KEY")
+    """Keys or columns of the texts in the task files (default: all strings)."""
     ngram_size: int = option_field(13, minimum=2)
+    """Length of n-grams in words; documents that share one with a task are contaminated."""
     min_ngram_size: int = option_field(8, minimum=2)
+    """Minimum words of a task text; a text shorter than --ngram-size is one n-gram."""
     contamination_action: str = option_field("cut", choices=("cut", "drop"))
+    """cut: remove matches, which may split a document into fragments; drop: drop the document."""
     contamination_margin_chars: int = option_field(200, minimum=0)
+    """Characters to remove on each side of a match, extended to the end of the sentence."""
     min_fragment_chars: int = option_field(200, minimum=0)
+    """Minimum characters of a fragment; shorter ones are dropped."""
     max_fragments: int = option_field(10, minimum=1)
+    """Maximum fragments of a document; documents with more are dropped."""
 
     def problems(self) -> Iterator[Problem]:
         if self.min_ngram_size > self.ngram_size:

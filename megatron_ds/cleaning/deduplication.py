@@ -66,10 +66,16 @@ class NearOptions:
     """Near duplicates (stage near), found by MinHash signatures."""
 
     near_duplicate_threshold: float = option_field(0.8, above=0, maximum=1, metavar="J")
+    """Drop documents whose n-grams have at least this Jaccard similarity with those of an earlier
+    document, as estimated by MinHash."""
     num_perm: int = option_field(128, minimum=16, maximum=4096)
+    """Number of MinHash values per document; more improve the estimate and need more memory."""
     near_ngram_size: int = option_field(5, minimum=1)
+    """Length of n-grams."""
     near_ngram_unit: str = option_field("words", choices=UNITS)
+    """Unit of n-grams; use characters for text without spaces."""
     seed: int = option_field(1234, minimum=0, below=1 << 64)
+    """Seed of the hash functions."""
 
     @property
     def bands(self) -> int:
@@ -139,8 +145,8 @@ class LshIndex:
         return None
 
     def most_similar(self, key: bytes) -> tuple[int, float] | None:
-        """Number and similarity of the most similar kept document, the first of several; None if
-        none reaches the threshold."""
+        """Returns the number and similarity of the most similar kept document, the first one on a
+        tie; None if no document reaches the threshold."""
         return self._nearest(*self._place(key))
 
     def reload(self, key: bytes) -> None:
@@ -177,10 +183,12 @@ class LshIndex:
     def _chained(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Sorted numbers of the documents in one slot per band."""
         candidates = [np.empty(0, np.intp)]
-        bands, numbers = self._columns, self._last[self._columns, slots]
+        bands = self._columns
+        numbers = self._last[self._columns, slots]
         while numbers.any():
             there = numbers > 0
-            bands, before = bands[there], numbers[there].astype(np.intp) - 1
+            bands = bands[there]
+            before = numbers[there].astype(np.intp) - 1
             candidates.append(before)
             numbers = self._earlier[before, bands]
         return np.unique(np.concatenate(candidates)) if len(candidates) > 1 else candidates[0]

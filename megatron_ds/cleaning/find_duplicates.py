@@ -46,9 +46,12 @@ class DuplicateOptions:
     FIELD_FLAGS: ClassVar[Mapping[str, str]] = {"paths": "--inputs", "json_keys": "--inputs"}
 
     inputs: tuple[str, ...] = option_field((), nargs="*", metavar="FILE KEY", required=True)
+    """Files, each followed by the key of the documents' ids: cc.json cc_id news.json id."""
     output: str = option_field("", metavar="FILE", required=True)
+    """Output file for the list of duplicates."""
     workers: int = option_field(1, minimum=1)
-    resume: bool = option_field(False, RESUME)
+    """Number of worker processes."""
+    resume: bool = option_field(False, help=RESUME)
     near: NearOptions = option_group(
         NearOptions(near_duplicate_threshold=0.5),
         flags={

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_ds.cleaning.decontamination import Decontaminate, TaskOptions
@@ -27,7 +28,7 @@ from megatron_ds.preprocess.documents.inputs import QUARANTINE, InputSpec
 from megatron_ds.tokenizer import build_tokenizer
 
 STAGES = ("url", "fix", "length", "language", "exact", "near", "decontaminate")
-"""In their default order: cheap stages first, stages that drop few words last."""
+"""Stages in their default order: cheap ones first, and last the ones that drop few words."""
 NO_STAGES = "none"
 NEED_PACKAGES = ("fix", "language", "near")
 """Stages that need packages of the extra `cleaning`."""
@@ -41,25 +42,39 @@ class CleaningOptions:
 
     inputs: InputSpec = option_group(InputSpec())
     output: str = option_field("", metavar="FILE", required=True)
+    """Output file: JSON lines with all fields of the documents, in input order; compressed if the
+    name ends with .gz, .xz or .bz2."""
     stages: tuple[str, ...] | None = option_field(
         None,
-        f"stages in this order: {' '.join(STAGES)}, or {NO_STAGES} (default: all, url and "
+        help=f"stages in this order: {' '.join(STAGES)}, or {NO_STAGES} (default: all, url and "
         "decontaminate if they have files)",
         nargs="*",
         metavar="STAGE",
     )
     json_key: str = option_field("text", metavar="KEY")
+    """Key or column of the text; a.b is key b nested in a."""
     url_key: str = option_field("url", metavar="KEY")
+    """Stage url: key or column of the URL; documents without a URL are kept."""
     dropped_output: str | None = option_field(None, metavar="FILE")
+    """Output file for dropped documents, with stage and reason."""
     report: str | None = option_field(None, metavar="FILE")
-    resume: bool = option_field(False, RESUME)
+    """Output file for the numbers of documents by stage and reason (.json)."""
+    resume: bool = option_field(False, help=RESUME)
     url_blacklist: tuple[str, ...] = option_field((), nargs="*", metavar="FILE")
+    """Stage url: files with one entry per line: a host (example.com), a name (reddit), a file
+    suffix (.pdf) or regex:PATTERN."""
     min_chars: int = option_field(512, minimum=0)
+    """Stage length: minimum characters."""
     min_words: int = option_field(0, minimum=0)
+    """Stage length: minimum words."""
     min_tokens: int = option_field(0, minimum=0)
+    """Stage length: minimum tokens of --tokenizer-type."""
     languages: tuple[str, ...] = option_field(("en",), nargs="*", metavar="CODE")
+    """Stage language: ISO 639 codes of the languages to keep."""
     min_language_score: float = option_field(0.5, minimum=0, maximum=1)
+    """Stage language: minimum probability of the language."""
     workers: int = option_field(1, minimum=1)
+    """Number of worker processes (default: one per core)."""
     near: NearOptions = option_group(NearOptions())
     tasks: TaskOptions = option_group(TaskOptions())
     tokenizer: TokenizerConfig | None = None
@@ -168,13 +183,13 @@ class CleaningOptions:
             UserError: With all problems of the options and of the stages' files.
         """
         builders: dict[str, Callable[[], Stage]] = {
-            "url": lambda: UrlFilter(self.url_blacklist),
+            "url": partial(UrlFilter, self.url_blacklist),
             "fix": FixUnicode,
             "length": self._length,
-            "language": lambda: LanguageFilter(self.languages, self.min_language_score),
+            "language": partial(LanguageFilter, self.languages, self.min_language_score),
             "exact": ExactHash,
-            "near": lambda: MinHashSignature(self.near),
-            "decontaminate": lambda: Decontaminate(self.tasks),
+            "near": partial(MinHashSignature, self.near),
+            "decontaminate": partial(Decontaminate, self.tasks),
         }
         problems = list(self.problems())
         is_valid = not problems
@@ -192,10 +207,10 @@ class CleaningOptions:
         return LengthFilter(self.min_chars, self.min_words, self.min_tokens, tokenizer)
 
     def build_seen_keys(self) -> dict[str, SeenKeys]:
-        """By stage, for stages whose outcome depends on earlier documents."""
+        """Builds the keys of earlier documents for the stages that depend on them, by stage."""
         builders: dict[str, Callable[[], SeenKeys]] = {
             "exact": SeenHashes,
-            "near": lambda: LshIndex(self.near),
+            "near": partial(LshIndex, self.near),
         }
         return {name: builders[name]() for name in self.order if name in builders}
 

@@ -24,7 +24,7 @@ from megatron_ds.cleaning.stages import (
     Stage,
 )
 from megatron_ds.cleaning.stats import Counts, StageCounts
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import ignore, user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import RawDocument, content_size
@@ -34,7 +34,9 @@ from megatron_ds.preprocess.worker_pool import Workers
 CHUNK_BYTES = 1 << 19
 CHUNK_DOCUMENTS = 64
 """Limits of a chunk, which a worker gets at once."""
-OUTPUT, DROPPED, QUARANTINED = "output", "dropped", "quarantine"
+OUTPUT = "output"
+DROPPED = "dropped"
+QUARANTINED = "quarantine"
 NUMBERS = "report.json"
 """Names in the work folder."""
 BOM = b"\xef\xbb\xbf"
@@ -57,7 +59,8 @@ class ChunkEnd(NamedTuple):
 def chunks(reader: DocumentReader, part_bytes: int) -> Iterator[tuple[list[RawDocument], ChunkEnd]]:
     """The documents in chunks. Parts end at the same documents in every run."""
     chunk: list[RawDocument] = []
-    size = part = 0
+    size = 0
+    part = 0
     for item in reader:
         chunk.append(item)
         length = content_size(item.value)
@@ -66,7 +69,9 @@ def chunks(reader: DocumentReader, part_bytes: int) -> Iterator[tuple[list[RawDo
         ends_part = part >= part_bytes
         if ends_part or size >= CHUNK_BYTES or len(chunk) >= CHUNK_DOCUMENTS:
             yield chunk, ChunkEnd(reader.position(item.line), ends_part, reader.bytes_read)
-            chunk, size, part = [], 0, 0 if ends_part else part
+            chunk = []
+            size = 0
+            part = 0 if ends_part else part
     if chunk:
         yield chunk, ChunkEnd(reader.end, False, reader.bytes_read)
 
@@ -233,7 +238,9 @@ class Run:
 
     def write(self, answers: Iterable[Answers], report: Callable[[Counts, int], None]) -> None:
         """Write the documents, which follow the position, and finish the files."""
-        options, work, counts = self._options, self._work, self.counts
+        options = self._options
+        work = self._work
+        counts = self.counts
         self._seen_keys = options.build_seen_keys()
         for name, seen in self._seen_keys.items():
             file = keys_of(name)
@@ -313,13 +320,11 @@ def _lost(counts: Counts) -> str:
     return f"; dropped: {', '.join(reasons)}" if reasons else ""
 
 
-def clean(
-    options: CleaningOptions, report: Callable[[Counts, int], None] = lambda counts, size: None
-) -> Counts:
+def clean(options: CleaningOptions, report: Callable[[Counts, int], None] = ignore) -> Counts:
     """Write the cleaned documents of the inputs. Rejected lines are listed in `options.quarantine`.
 
     Args:
-        options: What to read, apply and write.
+        options: Inputs, stages and output.
         report: Called after every chunk with the counts, and the bytes read of the input files as
             stored.
 

@@ -30,7 +30,7 @@ from megatron_ds.cleaning.pipeline import (
     work_names,
 )
 from megatron_ds.cleaning.stats import Counts
-from megatron_ds.config.problems import raise_if_any
+from megatron_ds.config.problems import ignore, raise_if_any
 from megatron_ds.fileio.resumable import LENGTH, Log, ResumableOutput, pack_record
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import content_size
@@ -66,15 +66,15 @@ class _Tracer:
 def clean_shard(
     options: CleaningOptions,
     shard: Shard,
-    report: Callable[[int, int], None] = lambda documents, input_bytes: None,
-    log: Log = lambda line: None,
+    report: Callable[[int, int], None] = ignore,
+    log: Log = ignore,
     *,
     merges: bool = True,
 ) -> Counts | None:
     """Apply the stages to one shard; the process that completes the last shard merges them.
 
     Args:
-        options: What to read, apply and write, of all shards.
+        options: Inputs, stages and output of all shards.
         shard: The shard to process.
         report: Called after every chunk with the documents and bytes that were read.
         log: Takes messages.
@@ -97,7 +97,7 @@ class ShardedCleaning:
     """All shards of a cleaning.
 
     Args:
-        options: What to read, apply and write, of all shards.
+        options: Inputs, stages and output of all shards.
         count: Number of shards.
 
     Raises:
@@ -113,7 +113,8 @@ class ShardedCleaning:
 
     def trace(self, shard: Shard, report: Callable[[int, int], None]) -> None:
         """Apply the stages to a shard, or to the rest of one that was interrupted."""
-        options, prefix = self._options, shard_prefix(self._options.output, shard)
+        options = self._options
+        prefix = shard_prefix(self._options.output, shard)
         settings = {**self.files.settings, "shard": str(shard)}
         with (
             # Before any file is opened: forked workers inherit what is open, also the lock.
@@ -127,7 +128,8 @@ class ShardedCleaning:
             if not work.finished:
                 start = {"place": START, "lines": {}, "documents": 0}
                 saved: dict[str, Any] = work.progress or start
-                position, documents = ReadPosition(*saved["place"]), saved["documents"]
+                position = ReadPosition(*saved["place"])
+                documents = saved["documents"]
                 keys = (options.json_key,) if options.order else ()
                 reader = DocumentReader(options.inputs, keys, position, True, shard, saved["lines"])
                 for record, size, end in workers.map(chunks(reader, options.part_bytes)):
@@ -135,7 +137,8 @@ class ShardedCleaning:
                     documents += size
                     report(documents, end.input_bytes)
                     if end.ends_part:
-                        reached, lines = end.position, reader.lines
+                        reached = end.position
+                        lines = reader.lines
                         work.commit({"place": reached, "lines": lines, "documents": documents})
                 progress = {"place": reader.end, "lines": reader.lines, "documents": documents}
                 work.commit(progress, finished=True)
@@ -145,7 +148,7 @@ class ShardedCleaning:
         self,
         run_shards: RunShards,
         log: Log,
-        report: Report = lambda counts, size: None,
+        report: Report = ignore,
     ) -> Counts:
         """Complete the missing shards, and merge all of them.
 
@@ -180,7 +183,8 @@ class ShardedCleaning:
             after: Where to continue: the number of the shard, the documents that were taken of a
                 record, and the offset of the record.
         """
-        part, before = 0, Counter[str]()
+        part = 0
+        before = Counter[str]()
         for file, shard in enumerate(self.files.shards):
             start = after if file == after.file else START
             for offset, record in _records(self._options.output, shard, start.offset):

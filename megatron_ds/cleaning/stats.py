@@ -56,7 +56,7 @@ class Counts:
     """Statistics of a run.
 
     Attributes:
-        stages: By stage, in order.
+        stages: Statistics of each stage, by its name, in order.
         bad: Rejected lines and rows by reason.
         before: Lengths of the documents read.
         after: Lengths of the documents kept.

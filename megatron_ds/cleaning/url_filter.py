@@ -18,12 +18,20 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from megatron_ds.cleaning.stages import Document, Dropped
-from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem, raise_if_any
 
-TABLES: dict[str, dict[str, str]] = read_table(__file__)
-FILE_TYPES = frozenset(" ".join(TABLES["file_types"].values()).split())
-SECOND_LEVEL = frozenset(TABLES["hosts"]["second_level"].split())
+PICTURES = ".bmp .eps .gif .gifv .heic .ico .jpeg .jpg .png .psd .svg .tif .tiff .webp"
+SOUND = ".aac .aiff .flac .m4a .mid .midi .mp3 .ogg .wav .wma"
+FILMS = ".3gp .avi .m4v .mkv .mov .mp4 .mpeg .mpg .ogv .swf .webm .wmv"
+OFFICE = ".doc .docx .pdf .ppt .pptx .xls .xlsx"
+PROGRAMS = ".apk .bin .css .deb .dmg .exe .iso .jar .js .msi .otf .pkg .rpm .ttf .woff"
+ARCHIVES = ".7z .bz2 .gz .rar .tar .tgz .xz .zip"
+FILE_TYPES = frozenset(" ".join([PICTURES, SOUND, FILMS, OFFICE, PROGRAMS, ARCHIVES]).split())
+"""Suffixes of files that are not text pages."""
+SECOND_LEVEL = frozenset(
+    ["ac", "co", "com", "edu", "gob", "gov", "govt", "mil", "ne", "net", "nom", "or", "org", "sch"]
+)
+"""Second-level domains of countries, as in .co.uk, which are not registered names."""
 HOST = re.compile(r"(?!-)[\w-]+(\.[\w-]+)*")
 SUFFIX = re.compile(r"(\.\w+)+")
 REGEX = "regex:"

@@ -38,9 +38,13 @@ class UrlListOptions:
     PROGRAM: ClassVar[str] = "blacklist_urls.py"
 
     path: str = option_field("", metavar="PATH", positional=True, required=True)
+    """Folder of .txt files, or a file, with one URL per line."""
     output: str = option_field("", metavar="OUTPUT", positional=True, required=True)
+    """Output file for the kept URLs."""
     url_blacklist: tuple[str, ...] = option_field((), nargs="*", metavar="FILE")
-    resume: bool = option_field(False, RESUME)
+    """Files with one entry per line: a host (example.com), a name (reddit), a file suffix (.pdf) or
+    regex:PATTERN; by default only URLs of non-text files are dropped."""
+    resume: bool = option_field(False, help=RESUME)
 
     @property
     def files(self) -> list[Path]:
@@ -71,7 +75,8 @@ def filter_urls(options: UrlListOptions) -> Counter[str]:
     Returns:
         Counts of `KEPT` addresses and, by reason, of dropped ones.
     """
-    files, urls = options.files, UrlFilter(options.url_blacklist)
+    files = options.files
+    urls = UrlFilter(options.url_blacklist)
     settings = {**urls.settings, **InputSpec(paths=tuple(map(str, files))).describe_files()}
     with ResumableOutput(options.output, settings, {OUTPUT: ""}, options.resume) as work:
         counts = Counter({} if work.progress is None else work.progress["counts"])

@@ -24,6 +24,7 @@ from megatron_ds.config.problems import Problem, UserError, counted
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process import program_start
+from megatron_ds.programs import shown_name
 
 HELP_ALL = "--help-all"
 HELP = ("--help", "-h", HELP_ALL)
@@ -31,9 +32,9 @@ HELP = ("--help", "-h", HELP_ALL)
 T = TypeVar("T")
 """A dataclass of a tool's options, all with defaults; its docstring describes the tool.
 
-`PROGRAM` may name the tool, if it is not the file that defines the options, `PEERS` the program
-whose flags in other frameworks are accepted, if it is another one, and `FIELD_FLAGS` the flags for
-messages about fields that are not options of the tool.
+`PROGRAM` may name the tool, if it is not the file that defines the options, `OTHER_NAMES` links to
+it, `PEERS` the program whose flags in other frameworks are accepted, if it is another one, and
+`FIELD_FLAGS` the flags for messages about fields that are not options of the tool.
 
 A field `given: frozenset[str]` of it, or of a group, receives the names of the fields that were
 set, and a field `arguments: tuple[str, ...]` the arguments. A method `problems()` yields what the
@@ -43,8 +44,15 @@ ranges of the fields do not cover, a method `warnings()` what `only_with` does n
 
 def table_of(options: type) -> FlagTable:
     """The flags of a tool."""
-    program = getattr(options, "PROGRAM", "") or Path(inspect.getfile(options)).name
-    return flag_table(options, program, getattr(options, "PEERS", ""))
+    return flag_table(options, program_name(options), getattr(options, "PEERS", ""))
+
+
+def program_name(options: type) -> str:
+    """The name of a tool in its messages: its own, or the one of its link that was started."""
+    started = Path(sys.argv[0]).name
+    if started in getattr(options, "OTHER_NAMES", ()):
+        return started
+    return getattr(options, "PROGRAM", "") or Path(inspect.getfile(options)).name
 
 
 def parse(
@@ -114,7 +122,10 @@ def run(
             return 128 + signal.SIGPIPE
         except (UserError, OSError) as error:
             problems = error.problems if isinstance(error, UserError) else (str(error),)
-            shown = [f"{table.program}: error:", *(render(problem, table) for problem in problems)]
+            shown = [
+                f"{shown_name(table.program)}: error:",
+                *(render(problem, table) for problem in problems),
+            ]
             print(*shown, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             return ExitCode.ERROR
         except KeyboardInterrupt as error:
@@ -131,7 +142,9 @@ def program(options: type[T], work: Callable[[T], int | None]) -> Callable[[Sequ
 def fail(problems: Sequence[Problem], table: FlagTable, *, rank: int = 0) -> NoReturn:
     """Print the problems of a command line on rank 0 and exit."""
     if rank == 0:
-        print(f"{table.program}: {listing(problems, table)}", file=sys.stderr, flush=True)
+        print(
+            f"{shown_name(table.program)}: {listing(problems, table)}", file=sys.stderr, flush=True
+        )
     raise SystemExit(int(ExitCode.BAD_SETTINGS))
 
 
@@ -156,7 +169,7 @@ def build(options: Any, values: Mapping[str, Any], argv: Sequence[str] = ()) -> 
 
     Args:
         options: An instance of a dataclass of options.
-        values: By field, also of groups and of groups in them.
+        values: Values by field, including the fields of nested groups.
         argv: The arguments that set them.
     """
     changes: dict[str, Any] = {

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_ds.cli.flags import Flag, FlagTable, dashed
 from megatron_ds.cli.scan import ParsedLine, Scanner
 from megatron_ds.cli.yaml_size import check_nodes
+from megatron_ds.config import fields_in_phase
+from megatron_ds.config.fields import InPhase
+from megatron_ds.config.file_syntax import other_syntax
+from megatron_ds.config.phases import NAME, to_entry
 from megatron_ds.config.problems import Problem
-from megatron_ds.config.stages import CHANGEABLE, NAME, to_entry
 from megatron_ds.config.yaml_file import DEFAULTS, NOT_WRITTEN
 
 if TYPE_CHECKING:
@@ -27,8 +30,18 @@ SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, 
 NULL = ("", "~", "null")
 NUMBERS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """YAML's spellings of floating-point values."""
-UNREADABLE = ("config-file-unreadable", "config-file-empty", "config-file-no-mapping")
+UNREADABLE = (
+    "config-file-unreadable",
+    "config-file-empty",
+    "config-file-no-mapping",
+    "config-file-of-deepspeed",
+    "config-file-of-other-syntax",
+)
 """Codes of problems after which a file has set nothing."""
+MAX_CHARACTERS = 1 << 16
+"""Characters that decide in which syntax a file is."""
+DEEPSPEED_KEY = "zero_optimization"
+"""A key of DeepSpeed's files, whose value is an object."""
 
 
 @dataclass
@@ -36,9 +49,9 @@ class ConfigFiles:
     """The merged values of the files of a command line.
 
     Attributes:
-        values: By option field.
+        values: Values by option field.
         given: The fields that are set as by flags; other `values` are defaults.
-        origins: By given field, file and line of its value.
+        origins: File and line of each given value, by field.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -86,12 +99,14 @@ def read_stages(entries: Sequence[str], table: FlagTable, files: ConfigFiles) ->
 
 
 class _Reader:
-    """State of reading one file, whose problems it adds to those of all."""
+    """State of reading one file. Adds the problems of the file to the problems of all files."""
 
     def __init__(self, path: str, table: FlagTable, files: ConfigFiles) -> None:
-        self._path, self._table, self._files = path, table, files
+        self._path = path
+        self._table = table
+        self._files = files
         self._lines: dict[str, int] = {}
-        """By key, and by field."""
+        """Line number of each setting, by key and by field."""
         self.values: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
         self.removed: set[str] = set()
@@ -117,6 +132,8 @@ class _Reader:
                 reason += f"; a setting is a flag: --{name} {value}"
             elif r"'\t'" in reason:
                 reason += "; indent with spaces instead of tabs"
+            if not isinstance(error, OSError) and self._is_of_other_syntax():
+                return
             self._files.problems.append(
                 Problem("config-file-unreadable", "config", path=self._path, reason=reason)
             )
@@ -125,9 +142,19 @@ class _Reader:
             self._files.problems.append(Problem("config-file-empty", "config", path=self._path))
             return
         if not isinstance(root, yaml.MappingNode):
+            if self._is_of_other_syntax():
+                return
             self._report(root, Problem("config-file-no-mapping", "config"))
             return
-        entries, nested = [], []
+        if any(
+            key.value == DEEPSPEED_KEY and isinstance(value, yaml.MappingNode)
+            for key, value in root.value
+        ):
+            problem = Problem("config-file-of-deepspeed", "config", path=self._path)
+            self._files.problems.append(problem)
+            return
+        entries = []
+        nested = []
         for key, value in root.value:
             if key.value == DEFAULTS and isinstance(value, yaml.MappingNode):
                 nested += value.value
@@ -137,9 +164,21 @@ class _Reader:
         self.values = line.values
         self.defaults = self._scan(nested).values
 
+    def _is_of_other_syntax(self) -> bool:
+        """Reports a file in TOML or Python."""
+        with open(self._path, encoding="utf-8", errors="replace") as file:
+            syntax = other_syntax(self._path, file.read(MAX_CHARACTERS))
+        if syntax:
+            problem = Problem(
+                "config-file-of-other-syntax", "config", path=self._path, syntax=syntax
+            )
+            self._files.problems.append(problem)
+        return bool(syntax)
+
     def _scan(self, entries: Sequence[tuple[Node, Node]]) -> ParsedLine:
         """Reads entries as the flags of one command line."""
-        scanner, direct = Scanner(self._table), dict[str, Any]()
+        scanner = Scanner(self._table)
+        direct = dict[str, Any]()
         line = scanner.line
         for key, value in entries:
             line_number = key.start_mark.line + 1
@@ -175,7 +214,8 @@ class _Reader:
         count = len(line.problems)
         scanner.finish()
         line.values = direct | line.values
-        files, prefix = self._files, f"{self._path}: "
+        files = self._files
+        prefix = f"{self._path}: "
         files.problems += line.problems[:count]
         files.problems += [problem.with_prefix(prefix) for problem in line.problems[count:]]
         files.warnings += [warning.with_prefix(prefix) for warning in line.warnings]
@@ -183,9 +223,10 @@ class _Reader:
         return line
 
     def stages(self, items: Sequence[Node]) -> Iterator[str]:
-        """The entries of --stages, whose keys are those of a file."""
+        """The entries of --stages, which have the same keys as a file."""
         import yaml
 
+        settable = fields_in_phase(InPhase.REPLACED, InPhase.COUNTED)
         for index, item in enumerate(items, 1):
             if not isinstance(item, yaml.MappingNode):
                 self._report(item, Problem("stage-no-mapping", STAGES))
@@ -195,7 +236,7 @@ class _Reader:
             entries = [entry for entry in item.value if entry[0].value != NAME]
             names = [str(node.value) for key, node in item.value if key.value == NAME]
             values = reader._scan(entries).values
-            for name in [name for name in values if name not in CHANGEABLE]:
+            for name in [name for name in values if name not in settable]:
                 self._report(item, Problem("stage-setting-fixed", name, STAGES))
                 del values[name]
             yield to_entry(names[0] if names else str(index), values)

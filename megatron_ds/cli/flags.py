@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from megatron_ds.config import Config
 from megatron_ds.config.data_files import read_table
+from megatron_ds.config.field_help import option_help
 from megatron_ds.config.fields import OptionSpec, option_fields
 from megatron_ds.config.problems import MARKER, default_flag
 
@@ -35,22 +36,23 @@ class Flag(OptionSpec):
     """One flag: how it is written, its values and its effect.
 
     Attributes:
-        help: Help text, or the reason of `outcome`.
+        help: Help text, if it is not the docstring of the field; or the reason of `outcome`.
         names: The name that is shown, then the aliases, without leading dashes.
         outcome: "set" gives a field its value; "no_op" requests what every run does; "ignored" has
             no effect, with a warning; "refused" is an error; `accepted_values` need neither.
         field: Name of the option field that is set.
+        options: Dataclass of the field, if its docstring is the help text.
         const: Value that a flag without values sets.
         yields_to: Values of the field that take precedence if another flag gives them.
         needs: Name of a field that must be given with the flag.
-        family: What a refused flag belongs to, if that is not the pretraining of GPTs.
-        effect: What an ignored flag of training changes in its own program; see
-            megatron_flags.toml.
+        family: Task of a refused flag, if it is not the pretraining of GPTs.
+        effect: Effect of an ignored flag of training in its own program; see megatron_flags.toml.
     """
 
     names: tuple[str, ...]
     outcome: Outcome
     field: str = ""
+    options: type | None = None
     kind: type = str
     const: Any = None
     default: Any = None
@@ -59,6 +61,11 @@ class Flag(OptionSpec):
     needs: str = ""
     family: str = ""
     effect: Effect | None = None
+
+    @property
+    def help_text(self) -> str:
+        """The help text, or the reason of `outcome`."""
+        return option_help(self.options, self.field) if self.options else self.help
 
     @property
     def label(self) -> str:
@@ -97,7 +104,7 @@ class Dialect:
         owner: The framework.
         flags: Names without leading dashes. With one of them, the framework's defaults apply.
         when: Field with a number above 1.
-        defaults: By field.
+        defaults: Default values by field.
     """
 
     owner: str
@@ -243,7 +250,8 @@ def _groups(
     sections: dict[str, list[Flag]] = {}
     for item, spec in option_fields(options):
         if (named := names.get(item.name, "")) is not None:
-            flag = _of_field(item.name, spec, hints[item.name], getattr(options, item.name), named)
+            default = getattr(options, item.name)
+            flag = _of_field(type(options), item.name, spec, hints[item.name], default, named)
             sections.setdefault(_section(type(options), item.name, title), []).append(flag)
     for section, flags in sections.items():
         yield FlagGroup(section, tuple(flags), hidden)
@@ -273,7 +281,9 @@ def _title(name: str, group: type) -> str:
     return f"{name.replace('_', ' ').lower()}: {doc}"
 
 
-def _of_field(name: str, spec: OptionSpec, hint: Any, default: Any, named: Names) -> Flag:
+def _of_field(
+    options: type, name: str, spec: OptionSpec, hint: Any, default: Any, named: Names
+) -> Flag:
     value_type = _value_type(hint)
     names = (spec.flag_name(name, default), *spec.aliases)
     if named:
@@ -283,6 +293,8 @@ def _of_field(name: str, spec: OptionSpec, hint: Any, default: Any, named: Names
         declared |= {"nargs": 0, "const": default is not True}
     elif not spec.required:
         declared["default"] = default
+    if not spec.help:
+        declared["options"] = options
     return Flag(**declared, names=names, outcome="set", field=name, kind=value_type)
 
 
@@ -309,7 +321,7 @@ def _fixed_values(entries: Iterable[Mapping[str, Any]]) -> Iterator[Flag]:
     for entry in entries:
         choices = tuple(entry.get("choices", ()))
         yield Flag(
-            entry["help"],
+            help=entry["help"],
             names=(entry["flag"],),
             outcome="set",
             nargs=0 if "value" in entry else 1,
@@ -331,7 +343,7 @@ def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
             for key, nargs in kinds.items():
                 for name in entry.get(key, "").split():
                     yield Flag(
-                        entry["reason"],
+                        help=entry["reason"],
                         names=(name,),
                         outcome=outcome,
                         nargs=nargs,

@@ -13,30 +13,59 @@ import textwrap
 from collections.abc import Iterable
 
 from megatron_ds.cli.flags import Flag, FlagGroup, FlagTable, dashed
-from megatron_ds.config.data_files import read_table
+from megatron_ds.programs import shown_name
 
 WIDTH = 80
 INDENT = 26
 """Column at which explanations start."""
 
-TEXTS: dict[str, str] = read_table(__file__)
-ESSENTIAL = {*TEXTS["essential"].split()}
-"""The flags in --help."""
+HEAD = """\
+usage: [LAUNCHER] PROGRAM FLAGS
+
+Pretrains a GPT with DeepSpeed. Required are the model's shape (--num-layers,
+--hidden-size, --num-attention-heads, --seq-length, or all of them by --preset
+or --load hf:FOLDER), --micro-batch-size, --lr, --train-iters, --train-samples
+or --train-tokens, --data-path and the tokenizer's files; all other flags have
+defaults. --config reads flags from files, and --dry-run N checks them. Dashes
+and underscores in a flag's name are the same, and numbers may be written 1_000
+or 1e3.
+
+  -h, --help              show this text with the most used flags, and exit
+  --help-all              show the same with all flags, and exit
+  --version               show the versions of this package, torch and
+                          deepspeed, and exit
+"""
+EXAMPLE = """\
+For example, with token files of tools/preprocess_data.py:
+
+  python pretrain_gpt.py --num-layers 4 --hidden-size 256 \\
+      --num-attention-heads 8 --seq-length 256 --micro-batch-size 8 --lr 1e-3 \\
+      --train-iters 1000 --data-path data/my_text_document \\
+      --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt \\
+      --save checkpoints --load checkpoints
+
+The same command resumes the run. To use N devices, replace "python" by
+"deepspeed --num_gpus N" or "torchrun --nproc-per-node N".
+"""
+TAIL = """\
+Flags of Megatron-LM and of the Megatron-DeepSpeed forks that are not listed
+here have no effect, with a warning, or are refused with an alternative:
+docs/reference/flags.md lists them all.
+"""
 
 
 def training_help(table: FlagTable, *, every_flag: bool = False) -> str:
     """The help of pretrain_gpt.py: the most used flags, or all."""
+    head = HEAD.replace("PROGRAM", shown_name(table.program), 1)
     if every_flag:
-        return "\n".join([TEXTS["head"], *_groups(table.shown, table), TEXTS["tail"]])
-    used = [
-        tuple(flag for flag in group.flags if flag.names[0] in ESSENTIAL) for group in table.shown
-    ]
+        return "\n".join([head, *_groups(table.shown, table), TAIL])
+    used = [tuple(flag for flag in group.flags if flag.common) for group in table.shown]
     groups = [
         dataclasses.replace(group, flags=flags)
         for group, flags in zip(table.shown, used, strict=True)
         if flags
     ]
-    return "\n".join([TEXTS["head"], *_groups(groups, table), TEXTS["example"]])
+    return "\n".join([head, *_groups(groups, table), EXAMPLE])
 
 
 def tool_help(table: FlagTable, options: type) -> str:
@@ -50,7 +79,7 @@ def tool_help(table: FlagTable, options: type) -> str:
     described = [
         text if text.startswith(" ") else _filled(table.resolve(text)) for text in paragraphs
     ]
-    usage = f"usage: {table.program} {values}{'FLAGS' if table.groups else ''}"
+    usage = f"usage: {shown_name(table.program)} {values}{'FLAGS' if table.groups else ''}"
     head = [usage.rstrip(), *described]
     return "\n\n".join([*head, "\n".join(_groups(table.shown, table)).rstrip("\n")])
 
@@ -61,7 +90,7 @@ def explanation(flag: Flag, table: FlagTable, *, in_table: bool = False) -> str:
     Args:
         in_table: Leave out default and aliases, which have columns of their own.
     """
-    text = table.resolve(flag.help)
+    text = table.resolve(flag.help_text)
     notes = ["required"] if flag.required else []
     if default_of(flag) and not in_table:
         notes.append(f"default: {default_of(flag)}")
@@ -80,8 +109,9 @@ def explanation(flag: Flag, table: FlagTable, *, in_table: bool = False) -> str:
 
 
 def default_of(flag: Flag) -> str:
-    """The default as users write it, such as 1e-8; "" if there is none or the help names it."""
-    if flag.default in (None, "", ()) or "(default" in flag.help:
+    """The default as users write it, such as 1e-8; "" without a default, or if the help names
+    it."""
+    if flag.default in (None, "", ()) or "(default" in flag.help_text:
         return ""
     if isinstance(flag.default, float):
         return f"{flag.default:.15g}".replace("e-0", "e-").replace("e+0", "e")

@@ -16,7 +16,8 @@ class Inspection:
 
     def __init__(self, *, as_json: bool) -> None:
         self.found: dict[str, Any] = {}
-        self.good, self._as_json = True, as_json
+        self.good = True
+        self._as_json = as_json
 
     def show(self, *lines: str) -> None:
         """Prints lines, unless the results are printed as JSON."""

@@ -61,10 +61,11 @@ class TensorCount:
     num_bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """Counts a tensor of so many bytes."""
+        """Counts a tensor of `num_bytes` bytes and reports the progress."""
         self.count += 1
         self.num_bytes += num_bytes
-        size, total = self.num_bytes / 1e9, self.total_bytes / 1e9
+        size = self.num_bytes / 1e9
+        total = self.total_bytes / 1e9
         self.update(
             self.count, self.num_bytes, f"{self.count} tensors, {size:.2f} of {total:.2f} GB"
         )

@@ -34,11 +34,11 @@ class ParsedLine:
     """The content of a command line.
 
     Attributes:
-        values: By option field.
-        unreadable: Fields whose value could not be read or whose flag was misspelt, so that
-            nothing is known about them.
+        values: Values by option field.
+        unreadable: Fields whose value could not be read or whose flag was misspelt, so that nothing
+            is known about them.
         unknown: The arguments of unknown flags, if they were not reported as problems.
-        implied: By option field, defaults that follow from the spelling of the flags.
+        implied: Defaults that follow from the spelling of the flags, by option field.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Scanner:
         keep_unknown: Collect the arguments of unknown flags instead of reporting them.
 
     Attributes:
-        line: What was read; complete after `finish`.
+        line: Content read so far; complete after `finish`.
     """
 
     def __init__(self, table: FlagTable, *, keep_unknown: bool = False) -> None:
@@ -131,7 +131,8 @@ class Scanner:
 
     def apply_dialects(self) -> None:
         """Applies the defaults of a framework that alone has one of the spellings."""
-        line, ours = self.line, self._table.by_field
+        line = self.line
+        ours = self._table.by_field
         for dialect in self._table.dialects:
             written = [
                 entry.option for entry in self._readable if dashed(entry.option) in dialect.flags
@@ -142,7 +143,8 @@ class Scanner:
             values = [
                 f"{ours[k].label} {v} (else {ours[k].default})" for k, v in line.implied.items()
             ]
-            shown, listed = ", ".join(dict.fromkeys(written)), ", ".join(values)
+            shown = ", ".join(dict.fromkeys(written))
+            listed = ", ".join(values)
             problem = Problem("implied-defaults", shown=shown, owner=dialect.owner, values=listed)
             line.warnings += [problem] if values else []
 
@@ -152,9 +154,11 @@ class Scanner:
         meant = table.same.get(name) or _closest(name, table)
         hint = f"; did you mean --{meant}?" if meant else " (--help-all lists the flags)"
         if name in table.advice:
-            meant, hint = "", f": {table.advice[name]}"
+            meant = ""
+            hint = f": {table.advice[name]}"
         if [argument.lower() for argument in arguments] in OFF:
-            meant, hint = "", "; its value switches it off: leave it out"
+            meant = ""
+            hint = "; its value switches it off: leave it out"
         self.line.problems.append(Problem("unknown-flag", flag=option, hint=hint))
         if meant:
             self._misspelt.append(table.by_name[dashed(meant)].field)
@@ -189,7 +193,8 @@ class Scanner:
 
     def _read_positionals(self) -> None:
         """Arguments that belong to no flag are the values without a flag, in order."""
-        positionals, extra = self._table.positionals, self._extra
+        positionals = self._table.positionals
+        extra = self._extra
         load = [flag for flag in self._table.own if flag.field == "load" and flag.required]
         if load and "load" not in self._given and extra:
             argument, owner, _ = extra[0]
@@ -219,7 +224,8 @@ class Scanner:
 
 
 def _closest(name: str, table: FlagTable) -> str:
-    """The option with the most similar name, never one that negates it; "" if none is similar."""
+    """The option with the most similar name, never one that negates it; "" without a similar
+    one."""
     options = (word for word, flag in table.by_name.items() if flag.outcome == "set")
     names = [word for word in options if word.startswith(NEGATIONS) == name.startswith(NEGATIONS)]
     return "".join(difflib.get_close_matches(name, names, n=1, cutoff=0.75))
@@ -230,7 +236,8 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
     Arguments before the first flag come with the flag "".
     """
-    option, arguments = "", list[str]()
+    option = ""
+    arguments = list[str]()
     for word in argv:
         # A dash before a digit is a sign, and text such as "- a b" is a value.
         if not re.match(r"-(?!\.?\d)[^\s=]+(=|$)", word, flags=re.DOTALL):
@@ -259,7 +266,8 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
         return flag.const
     is_ignored = flag.outcome == "ignored"
     if len(arguments) < flag.count and not (is_ignored and flag.nargs == "*"):
-        fields, count = (flag.field,) if flag.field else (), flag.count
+        fields = (flag.field,) if flag.field else ()
+        count = flag.count
         needed = "a value" if count == 1 else f"{count} values, not {len(arguments)}"
         raise user_error(
             "flag-needs-a-value", *fields, flag=option, needed=needed, usage=flag.usage
@@ -291,6 +299,8 @@ def _converted(flag: Flag, option: str, argument: str) -> Any:
     if exponent and flag.kind in (int, float) and flag.field.endswith(("tokens", "samples")):
         with suppress(UserError):
             return _converted(flag, option, f"{argument[:-1]}e{exponent}")
+    if flag.kind in (int, float):
+        _check_suffix(flag, option, argument)
     if flag.kind is int:
         return _integer(flag, option, argument)
     if flag.kind is range:
@@ -303,6 +313,22 @@ def _converted(flag: Flag, option: str, argument: str) -> Any:
     if flag.choices and chosen not in flag.choices:
         raise UserError(_invalid_choice(flag, option, argument))
     return chosen
+
+
+def _check_suffix(flag: Flag, option: str, argument: str) -> None:
+    """Reports letters after a number, such as Q in 1Q or k in 8k.
+
+    Raises:
+        UserError: If there are letters.
+    """
+    match = re.fullmatch(r"([-+]?[\d_.,]+(?:e[-+]?\d+)?)\s*([^\W\d_]+)", argument, re.IGNORECASE)
+    if match is None:
+        return
+    suffix = match[2]
+    values = {"flag": option, "argument": argument, "suffix": suffix}
+    if flag.field.endswith(("tokens", "samples")):
+        raise user_error("number-suffix-unknown", flag.field, **values)
+    raise user_error("number-with-suffix", flag.field, **values)
 
 
 def _integer(flag: Flag, option: str, argument: str) -> int:

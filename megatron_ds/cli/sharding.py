@@ -7,7 +7,6 @@ same command once per shard. Knows no files; the tools define what a shard is.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,22 +24,16 @@ SHARDS_PER_TASK = 4
 class ShardOptions:
     """Several processes or machines with one file system. The output equals one process's."""
 
-    shard: str | None = option_field(
-        None,
-        "process only shard I of N, from 0/N to N-1/N; the last one to complete merges all; "
-        "auto: the task of a Slurm array (default: all documents)",
-        metavar="I/N",
-    )
-    ray: str | None = option_field(
-        None,
-        "process all shards on the Ray cluster of this address, or with auto on the one of this "
-        "machine",
-        metavar="ADDRESS",
-    )
+    shard: str | None = option_field(None, metavar="I/N")
+    """Process only shard I of N, from 0/N to N-1/N; the last one to complete merges all; auto: the
+    task of a Slurm array (default: all documents)."""
+    ray: str | None = option_field(None, metavar="ADDRESS")
+    """Process all shards on the Ray cluster of this address, or with auto on the one of this
+    machine."""
     num_shards: int | None = option_field(
         None,
-        f"number of shards (default: {SHARDS_PER_TASK} for each task that the cluster can run at "
-        "a time; a repeated command keeps the number)",
+        help=f"number of shards (default: {SHARDS_PER_TASK} for each task that the cluster can run "
+        "at a time; a repeated command keeps the number)",
         minimum=1,
         only_with=when(ray=ANY_VALUE),
     )
@@ -96,12 +89,12 @@ class RayShards:
 
 @contextmanager
 def connect_ray(
-    options: ShardOptions, program: str, workers: int, log: Callable[[str], None]
+    options: ShardOptions, program: Sequence[str], workers: int, log: Callable[[str], None]
 ) -> Iterator[RayShards]:
     """Connects to the cluster of `options.ray`.
 
     Args:
-        program: File of the tool, which is started again for each shard.
+        program: Words after `python` that start the tool, which is started for each shard.
         workers: Worker processes of a shard, if they were given; by default a node's cores.
         log: Takes messages.
     """
@@ -114,9 +107,10 @@ def connect_ray(
             raise user_error("ray-workers-exceed-node", workers=cores, cores=max(cluster.cores))
 
         def run(shards: Sequence[object]) -> None:
-            start = [os.path.abspath(program), *options.arguments, "--workers", str(cores)]
+            start = [*program, *options.arguments, "--workers", str(cores)]
             commands = {str(shard): [*start, "--shard", str(shard)] for shard in shards}
-            nodes, per_node = counted(len(cluster.cores), "node"), counted(cores, "core")
+            nodes = counted(len(cluster.cores), "node")
+            per_node = counted(cores, "core")
             log(f"{counted(len(commands), 'shard')} on {nodes}, {per_node} each")
             cluster.run(commands, cores, log)
 

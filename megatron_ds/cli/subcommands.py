@@ -6,29 +6,32 @@ Owns the choice of the command; how each is run is in `command.py`. Knows no tor
 from __future__ import annotations
 
 import difflib
-import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_ds.cli.command import HELP, fail, run, table_of
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.programs import shown_name
 
 
 class Command:
-    """Base of the options of a command, which is called like the class."""
+    """Base of the options of a command, which is called like the class.
+
+    A subclass names its tool: `class Status(Command, program="slurm.py")`.
+    """
 
     PROGRAM: ClassVar[str]
 
-    def __init_subclass__(cls) -> None:
-        cls.PROGRAM = f"{Path(inspect.getfile(cls)).name} {cls.__name__.lower()}"
+    def __init_subclass__(cls, *, program: str) -> None:
+        cls.PROGRAM = f"{program} {cls.__name__.lower()}"
 
 
 Commands = Mapping[str, tuple[type, Callable[[Any, Sequence[str]], int | None]]]
-"""By name the options of a command, and its work, which gets them and the flags of
-pretrain_gpt.py. Its result is as for a tool; users' errors are errors of the settings."""
+"""Options class and function of each command, by name. The function receives the options and the
+flags of pretrain_gpt.py, and returns an exit status as the main function of a tool does. Errors of
+the user are reported as errors of the settings."""
 
 
 def run_command(
@@ -54,13 +57,10 @@ def run_command(
         print(_overview(program, commands))
         return ExitCode.FINISHED
     if name.startswith("-") and default:
-        name, rest = default, argv
+        name = default
+        rest = argv
     if name not in commands:
-        near = difflib.get_close_matches(name, list(commands), n=1)
-        hint, valid = f"; did you mean {near[0]!r}?" if near else "", ", ".join(commands)
-        problem = Problem("unknown-command", command=name, hint=hint, valid=valid)
-        print(f"{program}: error:\n{problem.render()}", file=sys.stderr)
-        return ExitCode.BAD_SETTINGS
+        return report_unknown(program, name, commands)
     options, work = commands[name]
     training: list[str] = []
 
@@ -73,8 +73,18 @@ def run_command(
     return run(options, checked, rest, training if name in with_training else None)
 
 
+def report_unknown(program: str, name: str, commands: Collection[str]) -> int:
+    """Print that a program has no such command, and return the exit status."""
+    near = difflib.get_close_matches(name, list(commands), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    valid = ", ".join(commands)
+    problem = Problem("unknown-command", command=name, hint=hint, valid=valid)
+    print(f"{shown_name(program)}: error:\n{problem.render()}", file=sys.stderr)
+    return ExitCode.BAD_SETTINGS
+
+
 def _overview(program: str, commands: Commands) -> str:
-    lines = [f"usage: {program} COMMAND ... (COMMAND --help explains it)", ""]
+    lines = [f"usage: {shown_name(program)} COMMAND ... (COMMAND --help explains it)", ""]
     for name, (options, _) in commands.items():
         summary = " ".join((options.__doc__ or "").split("\n\n")[0].split())
         lines.append(f"  {name:<10}{summary}")

@@ -37,7 +37,8 @@ def _items(item: Any) -> Iterable[Any]:
 
 
 def _check(root: Any, children: Callable[[Any], Iterable[Any]]) -> None:
-    count, pending = 0, [(root, 1)]
+    count = 0
+    pending = [(root, 1)]
     while pending:
         item, depth = pending.pop()
         # The entries of a mapping are pairs.

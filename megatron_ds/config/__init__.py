@@ -1,48 +1,39 @@
 """Configuration of a run: frozen dataclasses of options, one per group.
 
-Each field declares one option: type, default, help, valid range and flag. The command line is
-derived from the fields, and no flag is declared elsewhere. `Config.problems` returns all invalid
-options at once. Knows no torch, no argparse and no environment variable.
+Each field declares one option: type, default, help, valid range, flag, and what it decides. The
+command line is derived from the fields, and no flag is declared elsewhere. `Config.problems`
+returns all invalid options at once. Knows no torch, no argparse and no environment variable.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
-
-from megatron_ds.config import stages
-from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
-from megatron_ds.config.fields import (
-    exclusive_problem,
-    field_problems,
-    in_effect,
-    ineffective,
-    option_fields,
+from megatron_ds.config.config import (
+    GROUP_OF_FIELD,
+    GROUPS,
+    Config,
+    fields_in_phase,
+    fields_that_decide,
+    fields_that_only_decide,
+    flag_of,
 )
+from megatron_ds.config.model.experts import MoEConfig
 from megatron_ds.config.model.model import ModelConfig
-from megatron_ds.config.model.moe import MoEConfig
-from megatron_ds.config.monitoring.evaluation import EvaluationConfig
-from megatron_ds.config.monitoring.logging import LoggingConfig
-from megatron_ds.config.monitoring.profiling import ProfilingConfig
-from megatron_ds.config.monitoring.rerun import RerunConfig
-from megatron_ds.config.monitoring.stopping import StoppingConfig
 from megatron_ds.config.options.checkpoint import CheckpointConfig
 from megatron_ds.config.options.data import DataConfig
 from megatron_ds.config.options.deepspeed import DeepSpeedConfig
-from megatron_ds.config.options.deepspeed_file import DeepSpeedFile
+from megatron_ds.config.options.evaluation import EvaluationConfig
+from megatron_ds.config.options.logging import (
+    LoggingConfig,
+    ProfilingConfig,
+    RerunConfig,
+    StoppingConfig,
+)
 from megatron_ds.config.options.optimizer import OptimizerConfig
-from megatron_ds.config.options.parallel import ParallelConfig
+from megatron_ds.config.options.parallel import ParallelConfig, RecomputeConfig
 from megatron_ds.config.options.precision import PrecisionConfig
-from megatron_ds.config.options.recompute import RecomputeConfig
 from megatron_ds.config.options.runtime import RuntimeConfig
 from megatron_ds.config.options.schedule import ScheduleConfig
 from megatron_ds.config.options.tokenizer import TokenizerConfig
-from megatron_ds.config.problems import Problem, option, with_value, without_passwords
 
 __all__ = [
     "GROUPS",
@@ -65,367 +56,8 @@ __all__ = [
     "ScheduleConfig",
     "StoppingConfig",
     "TokenizerConfig",
+    "fields_in_phase",
+    "fields_that_decide",
+    "fields_that_only_decide",
     "flag_of",
 ]
-
-SIZE, TP_SIZE = "ds_sequence_parallel_size", "tensor_model_parallel_size"
-
-
-@dataclass(frozen=True)
-class Config:
-    """All options of a run. What changes during a run is in `TrainState`."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    stopping: StoppingConfig = field(default_factory=StoppingConfig)
-    rerun: RerunConfig = field(default_factory=RerunConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    given: frozenset[str] = frozenset()
-    """Names of the fields set by the user."""
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Origins of values that no flag set: by field, key and line of the DeepSpeed file."""
-    repeated: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Key and line of the DeepSpeed file for values that a flag gives as well, by field."""
-    deepspeed_file: DeepSpeedFile | None = field(default=None, compare=False)
-    """The parsed file of --deepspeed_config, so that it is read once."""
-    start_samples: int = 0
-    """Samples that the loaded checkpoint's run has consumed."""
-    custom_parts: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Names of the functions that the program uses instead of the package's own, by what they are:
-    dataset, loss, layer."""
-    published: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """What the model with which the run began says of itself, for exports of its checkpoints."""
-
-    def problems(self, world_size: int) -> list[Problem]:
-        """Check all options.
-
-        Args:
-            world_size: Number of processes.
-
-        Returns:
-            Every problem; empty if the run can start.
-        """
-        if self.schedule.stages:
-            of_stages = stages.by_stage(self, lambda stage: stage.problems(world_size))
-            return [*stages.problems(self), *of_stages]
-        by_group = {name: list(field_problems(getattr(self, name), self.given)) for name in GROUPS}
-        infinite = [
-            item for problems in by_group.values() for item in problems if item.code == "not-finite"
-        ]
-        if infinite:
-            return infinite  # comparisons with them mean nothing
-        model, parallel = self.model, self.parallel
-        has_vocab_size = model.vocab_size != 0 or "vocab_size" in self.given
-        # A NullTokenizer adds an end-of-document id.
-        ids = model.vocab_size + (self.tokenizer.tokenizer_type == "NullTokenizer")
-        counted = dataclasses.replace(model, vocab_size=ids)
-        related: dict[str, Iterator[Problem]] = {
-            "model": counted.problems(parallel.tensor_model_parallel_size),
-            "moe": self.moe.problems(
-                model, parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-            ),
-            "parallel": parallel.problems(
-                world_size, model.num_layers, has_experts=self.moe.is_used
-            ),
-            "recompute": self.recompute.problems(model.num_layers),
-            "data": self.data.problems(
-                has_own_data="dataset" in self.custom_parts,
-                is_read=self.evaluation.eval_only is None,
-            ),
-            "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),
-            "optimizer": self.optimizer.problems(),
-            "schedule": self.schedule.problems(parallel, world_size, self.start_samples),
-            "precision": self.precision.problems(),
-            "deepspeed": self.deepspeed.problems(),
-            "checkpoint": self.checkpoint.problems(),
-            "evaluation": self.evaluation.problems(),
-            "logging": self.logging.problems(),
-            "profiling": self.profiling.problems(
-                world_size,
-                has_folder=self.checkpoint.save is not None
-                or self.logging.tensorboard_dir is not None,
-            ),
-        }
-        of_groups = [
-            problem for name in GROUPS for problem in (*by_group[name], *related.get(name, ()))
-        ]
-        if self.recompute.tiled_mlp and self.runtime.compile:
-            of_groups.append(Problem("tiled-mlp-with-compile"))
-        if self.runtime.compile and self.runtime.no_compile:
-            of_groups.append(Problem("compile-and-no-compile"))
-        if self.moe.is_used and self.runtime.compile:
-            of_groups.append(Problem("experts-with-compile"))
-        return [*of_groups, *_combination_problems(self)]
-
-    def warnings(self) -> Iterator[Problem]:
-        """Warn of flags, and of values of the DeepSpeed file, that have no effect."""
-        if self.schedule.stages:
-            yield from stages.by_stage(self, Config.warnings)
-            return
-        for group in (getattr(self, name) for name in GROUPS):
-            changed = {
-                item.name
-                for item, _ in option_fields(group)
-                if item.name in self.origins and getattr(group, item.name) != item.default
-            }
-            names = self.given | changed
-            yield from map(self.with_origin, ineffective(group, names, self._values))
-        yield from self.data.warnings()
-        yield from self.optimizer.warnings()
-
-    def with_origin(self, problem: Problem) -> Problem:
-        """Add to a problem where the values of its fields come from, other than from flags."""
-        places = {name: f"is {origin}" for name, origin in self.origins.items()}
-        places |= {name: f"is also {key}" for name, key in self.repeated.items()}
-        named = "; ".join(
-            f"{flag_of(name)} {origin}"
-            for name, origin in places.items()
-            if name in problem.mentioned
-        )
-        return problem.extended(f" ({named})") if named else problem
-
-    def with_vocab(self, vocab_size: int) -> Config:
-        """A copy with the vocabulary size of the tokenizer."""
-        return self.with_values({"vocab_size": vocab_size})
-
-    def with_values(self, values: Mapping[str, Any]) -> Config:
-        """A copy with other values of some fields.
-
-        Args:
-            values: Value by name of the field.
-        """
-        groups: dict[str, Any] = {}
-        for name, value in values.items():
-            group = GROUP_OF_FIELD[name]
-            options = groups.get(group, getattr(self, group))
-            groups[group] = dataclasses.replace(options, **{name: value})
-        return dataclasses.replace(self, **groups)
-
-    @functools.cached_property
-    def stage_configs(self) -> tuple[Config, ...]:
-        """The configuration of each stage; without --stages, this one alone."""
-        return stages.resolved(self)
-
-    def in_stage(self, index: int) -> Config:
-        """The configuration in a stage, by its position; without --stages, this one."""
-        return self.stage_configs[index] if self.schedule.stages else self
-
-    @property
-    def lengths_vary(self) -> bool:
-        """Whether the steps of the run have sequences of several lengths."""
-        lengths = {stage.model.seq_length for stage in self.stage_configs}
-        configs = (stage.schedule for stage in self.stage_configs)
-        return len(lengths) > 1 or any(item.curriculum_seqlen is not None for item in configs)
-
-    def final_global_batch_size(self, dp_size: int) -> int:
-        """Samples per optimizer step at the end of the run."""
-        steps = self.schedule.batch_size_steps
-        if steps:
-            return steps[-1][1]
-        return self.schedule.global_batch_size or self.schedule.micro_batch_size * dp_size
-
-    @property
-    def zero_stage(self) -> int:
-        """ZeRO stage in effect. DeepSpeed's stage 0 computes a wrong norm in half precision, where
-        stage 1 has the same results; bigscience's stage 0 of bf16 partitions the states as well."""
-        stage = self.deepspeed.zero_stage
-        return 1 if stage is None or (stage == 0 and self.precision.name != "fp32") else stage
-
-    @property
-    def expert_parallel_size(self) -> int:
-        """Data-parallel ranks with different experts."""
-        return self.parallel.expert_data_ranks if self.moe.is_used else 1
-
-    @property
-    def has_whole_experts(self) -> bool:
-        """Whether tensor-parallel ranks have different experts."""
-        return self.moe.is_used and self.parallel.has_whole_experts
-
-    @property
-    def measures_logits(self) -> bool:
-        """Whether the attention logits are measured, for the log or for QK-clip."""
-        return self.optimizer.qk_clip or self.logging.log_max_attention_logit
-
-    @property
-    def axis_sizes(self) -> dict[str, int]:
-        """Sizes in effect of the parallel axes, as `Mesh.build` and `axis_groups` take them."""
-        return {
-            "tp_size": self.parallel.tensor_model_parallel_size,
-            "pp_size": self.parallel.pipeline_model_parallel_size,
-            "sp_size": self.parallel.ds_sequence_parallel_size,
-            "ep_size": self.expert_parallel_size,
-        }
-
-    def effective_values(self) -> dict[str, dict[str, Any]]:
-        """The values by group that have an effect, with defaults that follow from other fields."""
-        values = self._values
-        return {
-            name: {
-                item.name: without_passwords(getattr(values, item.name))
-                for item, spec in option_fields(group)
-                if spec.unmet(values) is None
-            }
-            | getattr(getattr(self, name), "derived_values", {})
-            for name, group in GROUPS.items()
-        }
-
-    def in_effect(self, name: str) -> Any:
-        """The value of a field; its default if it has no effect next to the other values."""
-        item, _ = _OPTIONS[name]
-        return getattr(self._values, name) if self.has_effect(name) else item.default
-
-    def has_effect(self, name: str) -> bool:
-        """Whether the value of a field has an effect next to the other values."""
-        return _OPTIONS[name][1].unmet(self._values) is None
-
-    @property
-    def _values(self) -> SimpleNamespace:
-        """The values of all groups by field."""
-        groups = (getattr(self, name) for name in GROUPS)
-        return SimpleNamespace(**{k: v for group in groups for k, v in vars(group).items()})
-
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain values by group, for JSON, without passwords in URLs."""
-        groups = {name: dataclasses.asdict(getattr(self, name)) for name in GROUPS}
-        return {name: without_passwords(values) for name, values in groups.items()}
-
-
-GROUPS: dict[str, type] = {
-    name: hint
-    for name, hint in typing.get_type_hints(Config).items()
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint)
-}
-"""The groups of `Config` in the order of --help."""
-GROUP_OF_FIELD = {
-    item.name: name for name, group in GROUPS.items() for item in dataclasses.fields(group)
-}
-_OPTIONS = {
-    item.name: (item, spec) for group in GROUPS.values() for item, spec in option_fields(group)
-}
-
-
-def flag_of(name: str) -> str:
-    """The main flag of a field of `Config`.
-
-    Raises:
-        KeyError: If no group has the field.
-    """
-    item, spec = _OPTIONS[name]
-    return f"--{spec.flag_name(name, item.default)}"
-
-
-def _combination_problems(config: Config) -> Iterator[Problem]:
-    """Yields problems of options of several groups."""
-    yield from _logit_problems(config)
-    yield from _pipeline_problems(config)
-    yield from _sequence_problems(config)
-
-
-def _logit_problems(config: Config) -> Iterator[Problem]:
-    """Yields what prevents that attention logits are measured, or clipped by their weights."""
-    clips, model = config.optimizer.qk_clip, config.model
-    name = "qk_clip" if clips else "log_max_attention_logit"
-    if not config.measures_logits:
-        return
-    if "layer" in config.custom_parts:
-        yield Problem("logits-of-own-layers", name)
-    if config.runtime.compile:
-        yield exclusive_problem(name, "compile", reason="the logits would be in the graphs")
-    if config.data.reset_attention_mask:
-        reason = "the logits between documents would count"
-        yield exclusive_problem(name, "reset_attention_mask", reason=reason)
-    for norm in ("qk_layernorm", "qk_l2_norm"):
-        # That of latent attention is before the weights.
-        if clips and getattr(model, norm) and not model.multi_latent_attention:
-            yield exclusive_problem(norm, name, reason="the norm undoes the scaling of the weights")
-
-
-def _pipeline_problems(config: Config) -> Iterator[Problem]:
-    """Yields problems of pipeline stages with other options."""
-    if config.parallel.pipeline_model_parallel_size <= 1:
-        return
-    if in_effect(config.recompute).contiguous_checkpointing:
-        yield Problem("contiguous-checkpointing-with-pipeline", settings=config.parallel)
-    for name in ("eval_tasks", "eval_only"):
-        if getattr(config.evaluation, name) is not None:
-            fields = name, "pipeline_model_parallel_size"
-            yield Problem("tasks-with-pipeline", *fields, settings=config.parallel)
-
-
-def _sequence_problems(config: Config) -> Iterator[Problem]:
-    """Yields problems of sequence parallelism, Megatron's or DeepSpeed-Ulysses.
-
-    Both split the sequence evenly over their ranks, together over the product of both sizes. Inside
-    attention, Ulysses also splits the heads of a tensor-parallel rank.
-    """
-    yield from _sequence_length_problems(config)
-    size = config.parallel.ds_sequence_parallel_size
-    if size <= 1:
-        return
-    if config.runtime.compile:
-        yield Problem("sequence-parallelism-with-compile", SIZE, "compile")
-    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
-    sizes = (tp_size, model.num_attention_heads, model.kv_heads)
-    if min(sizes) > 0 and not any(heads % tp_size for heads in sizes[1:]):
-        yield from _head_problems(config, size)
-
-
-def _sequence_length_problems(config: Config) -> Iterator[Problem]:
-    """Check that every sequence length of the run can be split over the ranks."""
-    parallel, schedule = in_effect(config.parallel), config.schedule
-    parts, flags, fields = 1, [], []
-    if parallel.ds_sequence_parallel_size > 1:
-        parts *= parallel.ds_sequence_parallel_size
-        flags.append(with_value(parallel, SIZE))
-        fields.append(SIZE)
-    if parallel.sequence_parallel:
-        parts *= parallel.tensor_model_parallel_size
-        flags.append(f"{with_value(parallel, TP_SIZE)} with {option('sequence_parallel')}")
-        fields += ["sequence_parallel", TP_SIZE]
-    lengths: dict[str, tuple[object, int]] = {"seq_length": (config.model, config.model.seq_length)}
-    if schedule.curriculum_seqlen is not None:
-        start, end, _ = schedule.curriculum_seqlen
-        lengths["curriculum_seqlen"] = (schedule, end)
-        if start < end:  # the lengths before END are multiples of it
-            lengths["curriculum_seqlen_step"] = (schedule, schedule.curriculum_seqlen_step)
-    for name, (options, length) in lengths.items():
-        if length > 0 and parts > 1 and length % parts:
-            yield Problem(
-                "sequence-not-divisible",
-                name,
-                *fields,
-                setting=with_value(options, name),
-                length=length,
-                size=" x ".join(flags),
-                parts=parts,
-                nearest=nearest_multiples(length, parts),
-            )
-
-
-def _head_problems(config: Config, size: int) -> Iterator[Problem]:
-    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
-    heads, kv_heads = model.num_attention_heads // tp_size, model.kv_heads // tp_size
-    if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
-        return
-    valid = [
-        degree for degree in divisors(heads) if kv_heads % degree == 0 or degree % kv_heads == 0
-    ]
-    yield Problem(
-        "heads-not-divisible-by-sequence-parallel-size",
-        settings=config.parallel,
-        heads=heads,
-        kv_heads=kv_heads,
-        valid=list_numbers(valid),
-    )

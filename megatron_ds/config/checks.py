@@ -21,7 +21,8 @@ def json_remedy(error: Exception) -> str:
     """
     if not isinstance(error, json.JSONDecodeError):
         return ""
-    doc, start = error.doc, len(error.doc[: error.pos].rstrip(" \t\r\n,"))
+    doc = error.doc
+    start = len(error.doc[: error.pos].rstrip(" \t\r\n,"))
     if re.match(r"\s*(#|//|/\*)", doc[error.pos :]):
         return f": JSON has no comments, remove the one in line {error.lineno}"
     if comma := re.match(r"\s*,(?=\s*[}\]])", doc[start:]):

@@ -1,22 +1,20 @@
 """Option fields: dataclass fields that are command-line flags, and the checks they declare.
 
-Owns the declaration of a flag (help, range, requirements) and the checks that follow from it for
-any dataclass of options. Knows no particular option and no argparse.
+Owns the declaration of a flag (range, requirements, what it decides) and the checks that follow
+from it for any dataclass of options. Knows no particular option and no argparse.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
 import operator
-import tomllib
-from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from megatron_ds.config.problems import PACKAGE, Problem, option
+from megatron_ds.config.problems import Problem, option
 
 P = ParamSpec("P")
 Options = TypeVar("Options", bound=Any)
@@ -81,7 +79,7 @@ def when(**admitted: Any) -> Condition:
     """A condition on other fields: `when(fp16=True, bf16=True)` means either.
 
     Args:
-        admitted: By field, a value or a tuple of values that satisfies the condition. `ANY_VALUE`
+        admitted: Value, or tuple of values, that satisfies the condition, by field. `ANY_VALUE`
             means everything except None, `NON_ZERO` for everything except None and 0, `ABOVE_ONE`
             for numbers greater than 1.
     """
@@ -90,13 +88,63 @@ def when(**admitted: Any) -> Condition:
     )
 
 
+class Decides(enum.Flag):
+    """Aspect of a run that the value of an option determines, and with it where the value may
+    change.
+
+    The option of a group that names nothing else decides the group's `DECIDES`.
+    docs/reference/changes.md lists the options.
+    """
+
+    WEIGHTS = enum.auto()
+    """Names and shapes of the weights, or what they mean: fixed on a resume."""
+    ROTATION = enum.auto()
+    """Rotary positions: fixed on a resume without --override-rope."""
+    INITIAL_VALUES = enum.auto()
+    """Values with which a run begins: without an effect on a resume."""
+    TOKENS = enum.auto()
+    """Token ids of a text: fixed on a resume, by the fingerprint of the tokenizer."""
+    FUNCTION = enum.auto()
+    """Function that the model computes, also in evaluation: may change on a resume, with a
+    warning."""
+    TRAINING = enum.auto()
+    """Other computations of a training step: may change on a resume, with a warning."""
+    SCHEDULE = enum.auto()
+    """Learning rate and weight decay over the run: as TRAINING, and subject to
+    --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler."""
+    SAMPLES = enum.auto()
+    """Samples of a step and their order: fixed on a resume, by the history of the data."""
+    CONTENT = enum.auto()
+    """Transformations of a sample's tokens: may change on a resume, with a warning."""
+    LAYOUT = enum.auto()
+    """Layout, memory and speed, and by the rule of this project nothing else: free on a resume."""
+    OPERATION = enum.auto()
+    """Logs, saves, evaluations and the end of the run: free on a resume; a replay drops it."""
+    RUN = enum.auto()
+    """Files and start of one run: a fork and a replay drop it."""
+
+
+NOTHING = Decides(0)
+
+
+class InPhase(enum.Enum):
+    """Role of an option in a phase of a run, an entry of --stages."""
+
+    FIXED = "fixed"
+    """The same in all phases."""
+    REPLACED = "replaced"
+    """A phase may replace the value of the run."""
+    COUNTED = "counted"
+    """Counts from the start of a phase, and is set in phases only."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
     """Declaration of a dataclass field that is also a command-line flag.
 
     Attributes:
-        help: Help text. The flags' table adds default, range and aliases. "" for that of the
-            `option_help.toml` of the folder, below the name of the class.
+        help: Help text, if it is computed. As a rule it is the docstring below the field, see
+            `field_help`. --help adds default, range and aliases.
         flag: Name of the flag, without dashes, if it is not the field's name with `-` for `_`. A
             boolean field whose default is True names its negative flag here
             (`disable-bias-linear`); otherwise it is `no-<name>`.
@@ -116,10 +164,14 @@ class OptionSpec:
         positional: Whether the value is given without a flag.
         repeatable: Whether a repeated flag adds values instead of replacing them.
         zero_is_off: Whether 0 means None, as where Megatron tests the truth of a value.
+        common: Whether --help shows the option, and not only --help-all.
+        decides: Aspect of a run that the value determines, in the configuration of a run. Default:
+            `DECIDES` of the group.
+        in_phase: Role of the option in a phase of a run.
     """
 
-    help: str = ""
     _: dataclasses.KW_ONLY
+    help: str = ""
     flag: str | None = None
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
@@ -135,6 +187,9 @@ class OptionSpec:
     positional: bool = False
     repeatable: bool = False
     zero_is_off: bool = False
+    common: bool = False
+    decides: Decides = NOTHING
+    in_phase: InPhase = InPhase.FIXED
 
     @property
     def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
@@ -185,7 +240,7 @@ def _declares(spec: Callable[P, OptionSpec]) -> Callable[Concatenate[Any, P], An
 
 
 option_field = _declares(OptionSpec)
-"""Declares an option: its default, then the arguments of `OptionSpec`."""
+"""Declares an option: its default, then the arguments of `OptionSpec`; the help is below it."""
 
 
 def option_group(
@@ -212,25 +267,13 @@ def option_fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Option
 
 @functools.cache
 def _option_fields(group: type) -> tuple[tuple[dataclasses.Field[Any], OptionSpec], ...]:
-    texts = ChainMap(*map(_help_texts, group.__mro__))
     fields = [item for item in dataclasses.fields(group) if "option" in item.metadata]
-    specs = [item.metadata["option"] for item in fields]
+    decides = getattr(group, "DECIDES", NOTHING)
+    specs = (item.metadata["option"] for item in fields)
     return tuple(
-        (item, spec if spec.help else dataclasses.replace(spec, help=texts[item.name]))
+        (item, spec if spec.decides else dataclasses.replace(spec, decides=decides))
         for item, spec in zip(fields, specs, strict=True)
     )
-
-
-def _help_texts(group: type) -> dict[str, str]:
-    """The help texts that the `option_help.toml` of a class's folder in the package has for it."""
-    tables = _read_help_texts(PACKAGE.parent.joinpath(*group.__module__.split(".")[:2]))
-    return tables.get(group.__name__, {})
-
-
-@functools.cache
-def _read_help_texts(folder: Path) -> dict[str, dict[str, str]]:
-    file = folder / "option_help.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def field_problems(options: Any, set_names: Collection[str] = ()) -> Iterator[Problem]:
@@ -241,7 +284,8 @@ def field_problems(options: Any, set_names: Collection[str] = ()) -> Iterator[Pr
         set_names: Names of the fields that the user set.
     """
     for item, spec in option_fields(options):
-        name, value = item.name, getattr(options, item.name)
+        name = item.name
+        value = getattr(options, item.name)
         is_default = value is None or value == item.default
         is_nan = value != value
         if spec.required and name not in set_names and (is_default or is_nan):
@@ -296,7 +340,8 @@ def no_effect_problem(*names: str, reason: str) -> Problem:
     Args:
         reason: Continues "has no effect", such as "without --save".
     """
-    flags, have = ", ".join(map(option, names)), "has" if len(names) == 1 else "have"
+    flags = ", ".join(map(option, names))
+    have = "has" if len(names) == 1 else "have"
     return Problem("no-effect", *names, flags=flags, have=have, reason=reason)
 
 
@@ -323,7 +368,8 @@ def exclusive_problem(*names: str, reason: str = "") -> Problem:
     Args:
         reason: Continues the message after a colon.
     """
-    others, because = ", ".join(map(option, names[:-1])), f": {reason}" if reason else ""
+    others = ", ".join(map(option, names[:-1]))
+    because = f": {reason}" if reason else ""
     return Problem(
         "mutually-exclusive", *names, others=others, last=option(names[-1]), because=because
     )

@@ -27,6 +27,10 @@ USER_INFORMATION = re.compile(r"(://)[^/?#\s'\"]*@")
 MARKER = re.compile("\x02([a-z0-9_]+)\x03")
 
 
+def ignore(*values: object) -> None:
+    """Accepts what a function reports; the default of callbacks."""
+
+
 def option(field: str) -> str:
     """A reference to an option field, for use in a message.
 
@@ -76,7 +80,7 @@ def counted(count: int, noun: str, form: str = "") -> str:
     """A number with its noun: `1 token`, `2 tokens`.
 
     Args:
-        count: How many.
+        count: Number of items.
         noun: Its singular.
         form: Format of the number, such as `,`.
     """

@@ -8,7 +8,9 @@ axis, such as --compile, have rules of their own, which the page names.
 
 To add a feature:
 
-1. Add its axis, or its value of an axis, to layout_axes.toml, with the flags that request it.
+1. Add its axis, or its value of an axis, to layout_axes.toml, with the flags that request it. An
+   optimizer is a value by its declaration in options/optimizer_specs.py, which names the rules
+   that it breaks.
 2. Add a rule to layout_rules.toml for each combination that does not work or has no test, with the
    layout to use instead, and its message to messages.toml, as `{combination}: REASON; use
    {closest}`. A rule may name one axis (the value never works) or several, and is checked before
@@ -24,13 +26,15 @@ and that the validator rejects what a rule forbids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ds.config import Config, flag_of
+from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.config.checks import listed
 from megatron_ds.config.data_files import read_table
+from megatron_ds.config.fields import option_fields
+from megatron_ds.config.options.optimizer_specs import excluded_by
 from megatron_ds.config.problems import Problem
 
 Layout = Mapping[str, str]
@@ -45,10 +49,10 @@ class Axis:
 
     Attributes:
         title: Name in the documentation.
-        values: By value the flags that request it.
+        values: Flags that request a value, by value.
         read: The value of a configuration, which is complete: DeepSpeed's file is merged.
         default: The value without flags.
-        named: By value the flags as messages name them, where `values` has example numbers.
+        named: Flags as messages name them, by value, where `values` has example numbers.
     """
 
     title: str
@@ -78,8 +82,8 @@ class Rule:
     """A combination of values that does not work.
 
     Attributes:
-        values: By axis, the values of the combination that does not work.
-        alternative: By axis the value of the closest layout that works.
+        values: Values of the combination that does not work, by axis.
+        alternative: Values of the closest layout that works, by axis.
         code: Problem of messages.toml; its text has the reason. "" in `WITHOUT_EFFECT`.
         upstream: Where the cause is reported: `DeepSpeed#7833`.
     """
@@ -102,7 +106,8 @@ def _offload(config: Config) -> str:
         return "nvme"
     if offload.optimizer_offload == "nvme":
         return "nvme optimizer"
-    optimizer, parameters = offload.optimizer_offload != "none", offload.param_offload != "none"
+    optimizer = offload.optimizer_offload != "none"
+    parameters = offload.param_offload != "none"
     names = {(True, False): "optimizer", (False, True): "parameters", (True, True): "both"}
     return names.get((optimizer, parameters), "none")
 
@@ -119,38 +124,76 @@ def _recompute(config: Config) -> str:
     return config.recompute.recompute_granularity or "none"
 
 
+def _zero_stage(config: Config) -> str:
+    return str(config.zero_stage)
+
+
+def _master_weights(config: Config) -> str:
+    return "bf16" if config.in_effect("bf16_master_weights") else "fp32"
+
+
+def _pipeline_schedule(config: Config) -> str:
+    return str(config.in_effect("pipeline_schedule"))
+
+
+def _precision(config: Config) -> str:
+    return config.precision.name
+
+
+def _curriculum(config: Config) -> str:
+    return "off" if config.schedule.curriculum_seqlen is None else "on"
+
+
 READERS: Mapping[str, Callable[[Config], str]] = {
-    "zero": lambda config: str(config.zero_stage),
+    "zero": _zero_stage,
     "offload": _offload,
-    "masters": lambda config: "bf16" if config.in_effect("bf16_master_weights") else "fp32",
-    "schedule": lambda config: str(config.in_effect("pipeline_schedule")),
+    "masters": _master_weights,
+    "schedule": _pipeline_schedule,
     "experts": _experts,
-    "precision": lambda config: config.precision.name,
+    "precision": _precision,
     "recompute": _recompute,
-    "optimizer": lambda config: config.optimizer.optimizer,
-    "curriculum": lambda config: "off" if config.schedule.curriculum_seqlen is None else "on",
+    "curriculum": _curriculum,
 }
 """Read the axes of several values; see `Axis.read`."""
 
 
-def _axis(name: str, title: str, size: str = "", switch: str = "", **entry: Any) -> Axis:
+def _axis(
+    name: str, title: str, size: str = "", switch: str = "", choice: str = "", **entry: Any
+) -> Axis:
     """An axis of layout_axes.toml, which explains the arguments."""
-    field = size or switch
+    field = size or switch or choice
     if size:  # the value 1 is the default
         values = {"1": f"{flag_of(field)} 1", MANY: f"{flag_of(field)} 2"}
         return Axis(title, values, lambda config: MANY if config.in_effect(field) > 1 else "1", "1")
     if switch:  # off is the default
         values = {"off": "", "on": flag_of(field)}
         return Axis(title, values, lambda config: "on" if config.in_effect(field) else "off", "off")
+    if choice:
+        values = {value: f"{flag_of(field)} {value}" for value in _choices(field)}
+        return Axis(title, values, lambda config: str(config.in_effect(field)), next(iter(values)))
     return Axis(title, read=READERS[name], **entry)
+
+
+def _choices(field: str) -> tuple[str, ...]:
+    options = (option for group in GROUPS.values() for option in option_fields(group))
+    return next(spec.choices for item, spec in options if item.name == field)
+
+
+def _rule(values: Mapping[str, Sequence[str] | str], code: str = "", **entry: Any) -> Rule:
+    """A rule of layout_rules.toml, which explains the arguments."""
+    named = {
+        axis: excluded_by(code) if names == "excluded" else tuple(names)
+        for axis, names in values.items()
+    }
+    return Rule(named, code=code, **entry)
 
 
 AXES: Mapping[str, Axis] = {
     name: _axis(name, **entry) for name, entry in read_table(__file__, "layout_axes.toml").items()
 }
 _TABLES = read_table(__file__, "layout_rules.toml")
-RULES = tuple(Rule(**entry) for entry in _TABLES["rule"])
-WITHOUT_EFFECT = tuple(Rule(**entry) for entry in _TABLES["without_effect"])
+RULES = tuple(_rule(**entry) for entry in _TABLES["rule"])
+WITHOUT_EFFECT = tuple(_rule(**entry) for entry in _TABLES["without_effect"])
 """Combinations in which a flag has no effect, with a warning: no configuration reads as them."""
 
 
@@ -170,9 +213,10 @@ def closest(layout: Layout, kept: Collection[str] = ()) -> Layout:
     One without experts is another model: it is taken only if no other is left.
 
     Args:
-        kept: Axes whose values stay; if none works with them, the result is the layout itself.
+        kept: Axes whose values stay; if no layout works with them, the result is `layout` itself.
     """
-    queue, seen = [dict(layout)], []
+    queue = [dict(layout)]
+    seen = []
     dense: list[dict[str, str]] = []
     while queue or dense:
         current = (queue or dense).pop(0)
@@ -199,11 +243,11 @@ def problems(config: Config) -> Iterator[Problem]:
     broken = broken_rules(layout)
     if not broken:
         return
-    wanted = closest(layout)
+    nearest = closest(layout)
     changed = listed(
-        AXES[axis].flags_text(wanted[axis], layout[axis])
+        AXES[axis].flags_text(nearest[axis], layout[axis])
         for axis in AXES
-        if wanted[axis] != layout[axis]
+        if nearest[axis] != layout[axis]
     )
     for rule in broken:
         combination = listed(AXES[axis].flags_text(layout[axis]) for axis in rule.values)

@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.config.fields import option_fields
+from megatron_ds.config.phases import NAME
 from megatron_ds.config.problems import without_passwords
-from megatron_ds.config.stages import NAME
 
 FILE_NAME = "config.yaml"
 DEFAULTS = "defaults"
@@ -37,7 +37,8 @@ def dump(config: Config) -> str:
 
     The size of the vocabulary is written only if it was given, because tokenizers add to it.
     """
-    settings, defaults = [], []
+    settings = []
+    defaults = []
     for group in GROUPS:
         values = dict(entries(getattr(config, group)))
         chosen = {key: value for field, (key, value) in values.items() if field in config.given}
@@ -56,7 +57,7 @@ def dump(config: Config) -> str:
 
 
 def entries(group: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """By field of a group its key and its value."""
+    """Key and value of each option of a group, by field."""
     for item, _ in option_fields(group):
         value = getattr(group, item.name)
         if item.name in NOT_WRITTEN or value != value:  # NaN: a required flag that is not given

@@ -43,7 +43,8 @@ def with_training(source: SourceCheckpoint) -> SourceCheckpoint:
     Raises:
         UserError: If it has no states, or another optimizer's than Adam's.
     """
-    run, reason = source.run, source.unread
+    run = source.run
+    reason = source.unread
     if not reason and run is not None:
         is_known = run.arguments.keys() >= {*ADAM_SETTINGS}
         if run.steps is None or run.consumed_samples is None or not is_known:
@@ -71,7 +72,7 @@ def verify(source: SourceCheckpoint, folder: Path, name: str) -> float:
 
     Args:
         source: The weights, in the type of the target.
-        folder: What was written.
+        folder: Folder that was written.
         name: Its format.
 
     Returns:
@@ -116,13 +117,14 @@ def _logits(source: SourceCheckpoint, prompt: Tensor, dtypes: set[torch.dtype]) 
 
 def own_logits(source: SourceCheckpoint, prompt: Tensor) -> Tensor:
     """fp32 logits [1, S, V] of the model of a source, of the last `COMPARED_TOKENS`."""
-    settings, mesh = source.settings, Mesh.single()
+    settings = source.settings
+    mesh = Mesh.single()
     raw = GPTModel(settings.model, mesh=mesh, rng=RngStreams(0), seed=None, moe=settings.moe)
     model = raw.float().eval()
     weights = ((name, tensor.read()) for name, tensor in source.tensors.items())
     load_full_weights(model, weights, 0, 1)
     with torch.no_grad():
-        hidden_SBH = model(prompt, hidden_only=True)[-COMPARED_TOKENS:]
+        hidden_SBH = model.hidden(prompt)[-COMPARED_TOKENS:]
         logits: Tensor = model.logits(hidden_SBH)
     return logits
 

@@ -40,8 +40,8 @@ class ModelSettings:
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Entries of its generation_config.json, such as a temperature."""
     published: Mapping[str, Any] = field(default_factory=dict)
-    """What the model of Hugging Face with which it began says of itself, as of
-    `Publication.asdict`; empty for a model of another origin."""
+    """Description of the Hugging Face model that it was initialized from, as `Publication.asdict`
+    returns it; empty for a model of another origin."""
     may_have_padding: bool = False
     """Whether `vocab_size` may count padding, because the format does not record its rows."""
 
@@ -96,7 +96,9 @@ class ModelSettings:
 
 def resolved(settings: ModelSettings) -> dict[str, Any]:
     """The fixed values, with each layer that has experts, however they are given."""
-    fixed, moe, model = dict(settings.fixed), settings.moe, settings.model
+    fixed = dict(settings.fixed)
+    moe = settings.moe
+    model = settings.model
     fixed.pop("expert_interval", None)
     layers = [int(moe.has_experts(layer)) for layer in range(model.num_layers)]
     return fixed | {"moe_layer_freq": layers if moe.is_used else None}
@@ -120,7 +122,7 @@ def malformed_values(path: Path, code: str = "foreign-file-unreadable") -> Itera
     """Rejects a file whose values are not of the types that its format has, wherever they are used.
 
     Args:
-        path: For the message.
+        path: Path in the error message.
         code: Kind of the problem.
 
     Raises:

@@ -31,7 +31,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.checkpoint.universal.reader import open_states
-from megatron_ds.config.options.optimizer import EIGHT_BIT
+from megatron_ds.config.options.optimizer_specs import ADAM, is_bound_to_layout
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
 from megatron_ds.conversion.published import Publication
@@ -44,6 +44,7 @@ from megatron_ds.conversion.source import (
     WriteOptions,
     declared_weights,
 )
+from megatron_ds.conversion.weights_locations import is_trainer_checkpoint
 from megatron_ds.engine.states.state_reader import (
     MASTER,
     Columns,
@@ -51,16 +52,19 @@ from megatron_ds.engine.states.state_reader import (
     TensorReader,
     TensorReaders,
 )
-from megatron_ds.model.spec.architecture import is_state
+from megatron_ds.model.declaration.architecture import is_state
 
 UNREADABLE = "checkpoint-states-unreadable"
-"""Code of files whose contents do not fit run.json, as of a manipulated checkpoint."""
+"""Code of the problem that the contents of files contradict run.json, as in a manipulated
+checkpoint."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By --fp16 and --bf16."""
+"""Data types by name of the precision that --fp16 and --bf16 select."""
 
 
 def is_native(path: Path) -> bool:
     """Whether a folder is a checkpoint, or a --save folder that has one."""
+    if is_trainer_checkpoint(path):
+        return False
     return (path / RUN).is_file() or bool(list_checkpoints(path))
 
 
@@ -109,7 +113,8 @@ def source_of(checkpoint: Checkpoint, options: ReadOptions = READ_DEFAULTS) -> S
     Raises:
         UserError: If it has options or weights unknown to this version, or damaged states.
     """
-    run, path = checkpoint.run, checkpoint.path
+    run = checkpoint.run
+    path = checkpoint.path
     is_universal = checkpoint.is_universal
     has_masters = options.masters and not is_universal  # whose weights are the masters
     with malformed_values(path, UNREADABLE):
@@ -167,9 +172,11 @@ def _verify_optimizer(checkpoint: Checkpoint) -> None:
 
 def _with_states(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceCheckpoint:
     """A source with the optimizer's states, and what is known of the run."""
-    run, path = checkpoint.run, checkpoint.path
-    optimizer, is_8_bit = run.layout.optimizer, run.layout.optimizer == EIGHT_BIT
-    states = open_states(checkpoint, has_optimizer=run.has_optimizer and not is_8_bit)
+    run = checkpoint.run
+    path = checkpoint.path
+    optimizer = run.layout.optimizer
+    is_unread = run.has_optimizer and is_bound_to_layout(optimizer)
+    states = open_states(checkpoint, has_optimizer=run.has_optimizer and not is_unread)
     kinds = dict.fromkeys(key for name in states.shapes for key in states.state_names(name))
     steps = [states.steps(name) for name in states.shapes]
     numbers = sorted({step for step in steps if step is not None})
@@ -177,7 +184,7 @@ def _with_states(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceChec
     if (scaler := states.loss_scaler) is not None:
         scalars["loss_scale"] = float(scaler.cur_scale)
     unread = ""
-    if optimizer != "adam":
+    if optimizer != ADAM.checkpoint_name:
         unread = f"the optimizer is {optimizer}"
     elif not run.has_optimizer:
         unread = "it was saved without them"
@@ -189,7 +196,6 @@ def _with_states(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceChec
     declared = declared_weights(source.settings.model, source.settings.moe)
     masters = _tensors_of(states, path, MASTER)
     masters = {name: step for name, step in masters.items() if not is_state(declared[name])}
-    is_unread = run.has_optimizer and is_8_bit
     return dataclasses.replace(
         source,
         optimizer={MASTER: masters, **{key: _tensors_of(states, path, key) for key in kinds}},
@@ -225,7 +231,8 @@ def _scheduler(settings: Mapping[str, Any], batch_size: int, seq_length: int) ->
             return int(count) * batch_size
         return (settings.get(f"{stem}_tokens") or 0) // seq_length
 
-    decay, fraction = samples("lr_decay") or samples("train"), settings.get("lr_warmup_fraction")
+    decay = samples("lr_decay") or samples("train")
+    fraction = settings.get("lr_warmup_fraction")
     is_constant = settings["weight_decay_incr_style"] == "constant"
     start, end = (
         settings["weight_decay"] if is_constant else settings[f"{name}_weight_decay"]

@@ -1,4 +1,4 @@
-"""What a model of Hugging Face says of itself besides its weights and options.
+"""Metadata of a Hugging Face model other than its weights and options.
 
 A run that starts with its weights keeps it in its checkpoints, from which an export takes it: the
 family, the number of positions, special tokens and settings of generation. Imports no torch.
@@ -24,7 +24,7 @@ DOCUMENTS = ("copying", "licence", "license", "notice", "readme", "use_policy")
 
 @dataclass(frozen=True)
 class Publication:
-    """What the folder of a model says of it."""
+    """Metadata in the folder of a Hugging Face model."""
 
     path: str
     """The folder, for messages."""
@@ -42,7 +42,7 @@ class Publication:
     documents: Sequence[str] = ()
     """Names of files about the model, such as its license, which are not copied."""
     lost: Sequence[str] = ()
-    """What a run could not keep."""
+    """Descriptions of metadata that a run could not keep."""
 
     @classmethod
     def of(cls, settings: ModelSettings) -> Publication | None:
@@ -59,7 +59,7 @@ class Publication:
 
         Args:
             path: The folder.
-            settings: What its config.json and generation_config.json say.
+            settings: Settings in its config.json and generation_config.json.
             has_prefix: Whether the names of tensors start with the family's prefix.
         """
         names = sorted(file.name for file in path.iterdir() if file.is_file())
@@ -98,7 +98,9 @@ class Publication:
         Args:
             settings: Options of the run, with the id that ends its documents.
         """
-        ids, generation, lost = dict(self.special_ids), dict(self.generation), list(self.lost)
+        ids = dict(self.special_ids)
+        generation = dict(self.generation)
+        lost = list(self.lost)
         ends = {*_listed(ids.get(END)), *_listed(generation.get(END))}
         end = settings.special_ids.get(END)
         if end is not None and end not in ends:
@@ -121,7 +123,7 @@ class Publication:
         return now == published
 
     def lost_in(self, settings: ModelSettings, model_type: str) -> list[str]:
-        """What an export of a model does not keep.
+        """Describes the metadata that an export of a model does not keep.
 
         Args:
             settings: Settings of the model.

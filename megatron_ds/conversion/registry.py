@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN
 from megatron_ds.config.options.checkpoint import FORMATS as NAMES
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, UserError, ignore, user_error
+from megatron_ds.conversion.foreign.recognition import find_foreign
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
 from megatron_ds.conversion.inspect.verify import (
     Verification,
@@ -74,8 +75,8 @@ FORMATS = (
     Format("native", is_weights_folder, open_weights_folder, verify_manifest, write_weights_folder),
     Format("hf", is_hf, open_hf, verify_tensors, write_hf),
 )
-"""In the order in which they are tried. A folder of weights may have become the --save folder of a
-training, whose checkpoints are then the newer ones."""
+"""Formats in the order in which they are tried. A folder of weights may have become the --save
+folder of a training, whose checkpoints are then the newer ones."""
 
 
 def recognize(path: Path, name: str = AUTO) -> Format:
@@ -87,8 +88,10 @@ def recognize(path: Path, name: str = AUTO) -> Format:
             `Format.open` names what is missing.
 
     Raises:
-        UserError: If it is none of the known ones.
+        UserError: If it is none of the known ones, or of a program whose checkpoints are not read.
     """
+    if (problem := find_foreign(path, name=name)) is not None:
+        raise UserError(problem)
     possible = [entry for entry in FORMATS if name in (AUTO, entry.name)]
     result = next((entry for entry in possible if entry.matches(path)), None)
     if result is None and name != AUTO:
@@ -121,7 +124,7 @@ def write(
     folder: Path,
     name: str,
     options: WriteOptions = WRITE_DEFAULTS,
-    on_tensor: OnTensor = lambda name, size: None,
+    on_tensor: OnTensor = ignore,
 ) -> None:
     """Writes a checkpoint in the format of a name to a new folder, complete or not at all.
 
@@ -133,7 +136,7 @@ def write(
     writers[0](source, folder, options, on_tensor)
 
 
-def verify(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> list[Verification]:
+def verify(path: Path, name: str = AUTO, warn: Warn = ignore) -> list[Verification]:
     """Verifies a checkpoint, or all checkpoints and the pointers of a --save folder.
 
     Args:

@@ -27,8 +27,8 @@ class StandIn:
     """An object of a class that is not imported.
 
     Attributes:
-        arguments: What the class or function was called with.
-        state: What its attributes were set from: a dict unless the class decided otherwise.
+        arguments: Arguments of the call of the class or function.
+        state: State from which its attributes were set: a dict unless the class decided otherwise.
     """
 
     arguments: tuple[Any, ...]
@@ -36,7 +36,8 @@ class StandIn:
 
     def __new__(cls, *arguments: Any) -> StandIn:
         self = super().__new__(cls)
-        self.arguments, self.state = arguments, {}
+        self.arguments = arguments
+        self.state = {}
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -160,8 +161,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def is_mappable(path: Path) -> bool:
-    """Whether torch can map the file: an archive that another program has compressed is mapped to
-    the compressed bytes, and files of torch before 1.6 are no archives."""
+    """Whether torch can memory-map the file. An archive that another program has compressed would
+    be mapped to the compressed bytes, and files of torch before 1.6 are not archives."""
     try:
         with zipfile.ZipFile(path) as archive:
             return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())

@@ -20,16 +20,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
-from megatron_ds.config.data_files import read_table
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import ignore, user_error
 from megatron_ds.conversion.model_settings import read_json_object
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, dtype) for name, dtype in read_table(__file__).items()
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9
@@ -65,7 +73,8 @@ def open_safetensors(path: Path) -> dict[str, TensorReader]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 entry = file.get_slice(name)
-                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+                shape = tuple(entry.get_shape())
+                dtype = entry.get_dtype()
                 if dtype not in DTYPES:
                     raise SafetensorError(f"{name} has type {dtype}")
                 read = functools.partial(_read_tensor, path, name)
@@ -80,13 +89,13 @@ def write_sharded(
     tensors: TensorReaders,
     *,
     shard_bytes: int = SHARD_BYTES,
-    on_tensor: OnTensor = lambda name, size: None,
+    on_tensor: OnTensor = ignore,
 ) -> dict[str, FileRecord]:
     """Writes tensors in their order: one file, or several with an index.
 
     Args:
         folder: Existing folder.
-        tensors: What to write.
+        tensors: Tensors to write, by name.
         shard_bytes: Size of a file, except for one with a single larger tensor.
         on_tensor: Reports progress.
 
@@ -120,22 +129,24 @@ def _write_file(path: Path, tensors: TensorReaders, on_tensor: OnTensor) -> File
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
+        start = end
+        end += tensor.nbytes
         dtype = NAMES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest, size = new_checksum(), 0
+    digest = new_checksum()
+    size = 0
 
     def write(data: Any) -> None:
         nonlocal size
-        rest = memoryview(data)
-        while len(rest) > 0:
-            written = file.write(rest[:WRITE_BYTES])
-            digest.update(rest[:written])
+        unwritten = memoryview(data)
+        while len(unwritten) > 0:
+            written = file.write(unwritten[:WRITE_BYTES])
+            digest.update(unwritten[:written])
             start_writeback(file, size, written)
             size += written
-            rest = rest[written:]
+            unwritten = unwritten[written:]
 
     with name_in_errors(path), open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         write(len(text).to_bytes(8, "little") + text)

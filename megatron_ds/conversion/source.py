@@ -1,6 +1,6 @@
 """A checkpoint of any format, as readers give and writers take it.
 
-Owns what a model and a run are besides tensors. Knows no format.
+Owns the description of a model and a run apart from tensors. Knows no format.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from megatron_ds.checkpoint.compatibility import Parts, part_conflicts
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.fields import field_problems
-from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.config.problems import Problem, ignore, raise_if_any, user_error
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.safetensors_files import SHARD_BYTES
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
-from megatron_ds.model.spec.architecture import is_state, model_spec
+from megatron_ds.model.declaration.architecture import is_state, model_spec
 from megatron_ds.parallel.weights import Weight
 
 SIZES = (
-    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("vocab_size", "max_position_embeddings"),
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "max_position_embeddings",
 )
 """Options of the model that are at most the size of a tensor."""
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -57,7 +62,7 @@ class SavedRun:
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """State dict of Megatron's scheduler of learning rate and weight decay; empty if unknown."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    """Further states of the optimizer that are no tensors."""
+    """Further states of the optimizer that are not tensors."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,8 @@ class SourceCheckpoint:
             return self
         declared = declared_weights(self.settings.model, self.settings.moe)
         states = {name: self.tensors[name] for name, item in declared.items() if is_state(item)}
-        weights, optimizer = self.tensors, dict(self.optimizer)
+        weights = self.tensors
+        optimizer = dict(self.optimizer)
         if optimizer:
             weights = optimizer.pop(MASTER, weights)
             if dtype != torch.float32:
@@ -201,7 +207,7 @@ class SourceCheckpoint:
 class ReadOptions:
     """The parts of a checkpoint that are read."""
 
-    warn: Callable[[str], None] = lambda text: None
+    warn: Callable[[str], None] = ignore
     """Called with each warning."""
     optimizer: bool = False
     """Its optimizer states, too; a format may read them even so."""
@@ -229,11 +235,12 @@ class WriteOptions:
     """Implementation of Adam that loads the states of a training run: "fused", of Transformer
     Engine or apex, or "torch", torch's AdamW."""
     shard_bytes: int = SHARD_BYTES
-    warn: Callable[[str], None] = lambda text: None
+    warn: Callable[[str], None] = ignore
     """Called with each warning."""
 
 
-READ_DEFAULTS, READ_UNVERIFIED = ReadOptions(), ReadOptions(checksums=False)
+READ_DEFAULTS = ReadOptions()
+READ_UNVERIFIED = ReadOptions(checksums=False)
 WRITE_DEFAULTS = WriteOptions()
 
 
@@ -245,7 +252,8 @@ def _fitted(
     Raises:
         UserError: If names, types or shapes are not the model's.
     """
-    missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected
+    missing = expected.keys() - tensors.keys()
+    unknown = tensors.keys() - expected
     if missing or unknown:
         raise user_error(
             "weights-names-mismatch", parameters=sorted(missing), unknown=sorted(unknown)
@@ -271,12 +279,13 @@ def check_sizes(settings: ModelSettings, tensors: TensorReaders, path: Path) -> 
     Args:
         settings: Options of the model.
         tensors: Tensors in any layout.
-        path: For the message.
+        path: Path in the error message.
 
     Raises:
         UserError: If an option is invalid, or larger than anything in the files.
     """
-    model, moe = settings.model, settings.moe
+    model = settings.model
+    moe = settings.moe
     problems = [*field_problems(model), *model.problems(1)]
     problems += [*field_problems(moe), *moe.problems(model, 1, 1)]
     largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)

@@ -31,7 +31,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import with_tuples
-from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.config.problems import Problem, UserError, ignore, user_error
 from megatron_ds.conversion.finite_tensors import finite
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, read_json_object
 from megatron_ds.conversion.published import Publication
@@ -91,7 +91,7 @@ def write_weights_folder(
     source: SourceCheckpoint,
     folder: Path,
     options: WriteOptions = WRITE_DEFAULTS,
-    on_tensor: OnTensor = lambda name, size: None,
+    on_tensor: OnTensor = ignore,
 ) -> None:
     """Writes a folder that exists, complete, or not at all.
 

@@ -1,16 +1,19 @@
-"""Detects weight-only folders; parses the `format:` prefix of --load. Imports no torch."""
+"""Detects folders of weights alone, and checkpoints of transformers' Trainer. Imports no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron_ds.checkpoint.metadata import list_checkpoints
+from megatron_ds.conversion.foreign.contents import FolderContents
 from megatron_ds.conversion.json_files import read_json
 
-NATIVE, HF = "native", "hf"
+NATIVE = "native"
+HF = "hf"
 SETTINGS = "weights.json"
 """File of a native folder of weights with the options of its model."""
 HF_CONFIG = "config.json"
+TRAINER_STATE = "trainer_state.json"
 
 
 def is_weights_folder(path: Path) -> bool:
@@ -26,6 +29,17 @@ def is_hf(path: Path) -> bool:
         return False
 
 
+def is_trainer_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint of transformers' Trainer with the weights of the model.
+
+    With DeepSpeed it has a folder global_stepN, too, whose files have other names than ours.
+    """
+    contents = FolderContents(path)
+    return (path / TRAINER_STATE).is_file() and contents.is_model_of_transformers
+
+
 def has_weights(path: Path) -> bool:
     """Whether a folder has weights alone, and no checkpoints of a run that saves to it."""
+    if is_trainer_checkpoint(path):
+        return True
     return not list_checkpoints(path) and (is_weights_folder(path) or is_hf(path))

@@ -29,12 +29,13 @@ def excluded_sequences(
     """The sequences that the flag leaves out of the training data, by prefix; lines without any.
 
     Args:
-        files: Of the stages of a run, which have the same flag.
+        files: Data files of each stage of a run; the stages have the same flag.
 
     Raises:
         UserError: If a token file is damaged.
     """
-    path, problems = files[0].config.exclude_documents or "", list[Problem]()
+    path = files[0].config.exclude_documents or ""
+    problems = list[Problem]()
     opened = {prefix: stage for stage in files for prefix in stage.train_prefixes}
     sequences: dict[str, set[int]] = {}
 
@@ -98,9 +99,14 @@ def samples_without(
         samples: Numbers of those that are not read, in the order of the data.
         excluded: The sequences.
     """
-    left_out, length = numbers_of(excluded), dataset.seq_length
-    wanted, is_cut = {*left_out.tolist()}, np.isin(samples, dataset.samples_of(left_out))
-    numbers, ends, shifts, total = list[int](), list[int](), list[int](), 0
+    left_out = numbers_of(excluded)
+    length = dataset.seq_length
+    wanted = {*left_out.tolist()}
+    is_cut = np.isin(samples, dataset.samples_of(left_out))
+    numbers = list[int]()
+    ends = list[int]()
+    shifts = list[int]()
+    total = 0
     for sample in np.sort(samples[is_cut]).tolist():
         first = 0
         for piece in dataset.pieces_of(sample):
@@ -111,7 +117,8 @@ def samples_without(
                 total += size
                 ends.append(total)
             first += piece.size
-    whole, new = np.sort(samples[~is_cut]), np.arange((total - 1) // length) * length
+    whole = np.sort(samples[~is_cut])
+    new = np.arange((total - 1) // length) * length
     parts = np.array(numbers, dtype=np.int64)
     begun = parts[np.searchsorted(ends, new, side="right")]
     order = np.where(

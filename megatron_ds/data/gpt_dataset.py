@@ -11,161 +11,35 @@ from __future__ import annotations
 import bisect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.remote.block_cache import USED
-from megatron_ds.data.remote.token_cache import Item, RemoteTokens, TokenCache
-from megatron_ds.data.sample_index import IntArray, SampleIndexes
-from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, Tokens
+from megatron_ds.data.remote.token_cache import RemoteTokens
+from megatron_ds.data.sample import IdArray, Mark, MarkArray
+from megatron_ds.data.sample_index import IntArray, RemainingIndexes, SampleIndexes
+from megatron_ds.data.token_dataset import Piece, TokenDataset, all_below
+from megatron_ds.data.token_files.token_file import TokenArray, TokenFile
 
-SampleArray = npt.NDArray[np.int32]
-END_MARK = 1 << 30
-"""Added to the id of a document's last token, if documents end where the .idx file ends them."""
 MAX_TOKEN = int(np.iinfo(np.int32).max)
 _FastViews = tuple[
-    *tuple[memoryview, memoryview, memoryview, memoryview, memoryview],
-    *tuple[Tokens, int, memoryview | None, int],
+    memoryview,
+    memoryview,
+    memoryview,
+    memoryview,
+    memoryview,
+    TokenArray,
+    int,
+    memoryview | None,
+    int,
 ]
 """Memory views of a file and its indexes, whose elements are read faster than numpy's: shuffle
 index, documents, sample starts (position in the documents and token offset of sample i at 2 i and
 2 i + 1), lengths and pointers of the sequences; the tokens and their size in bytes; of a file by
-URL the marks of its blocks and the shift from a token's number to its block's."""
-
-
-class Piece(NamedTuple):
-    """Consecutive tokens of a sequence of a token file, at least one."""
-
-    prefix: str
-    """The token file."""
-    sequence: int
-    first: int
-    """Position of the first of the tokens in the sequence."""
-    size: int
-
-    def cut(self, start: int, end: int) -> Piece:
-        """The tokens from position `start` on, to before `end`; of negative size if none."""
-        first = max(start, 0)
-        return self._replace(first=self.first + first, size=min(end, self.size) - first)
-
-
-class TokenDataset(Protocol):
-    """Samples by position in the data order."""
-
-    seq_length: int
-    vocab_size: int | None
-    """Exclusive upper bound of the token ids; None if unknown."""
-    cache: TokenCache | None
-    """Through which samples are read, by `SampleReading`, if their files have URLs."""
-    marks_ends: bool = False
-    """Whether END_MARK is added to the last token of each document."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, position: int) -> SampleArray:
-        """Tokens of a sample, [seq_length + 1].
-
-        Raises:
-            UserError: If a token id is not below `vocab_size`.
-        """
-
-    def read_into(self, position: int, row: SampleArray) -> None:
-        """Copies the sample's tokens, unchecked, into `row` [seq_length + 1]."""
-
-    def sample_id(self, position: int) -> str:
-        """A name of the sample that does not depend on its position in the data order."""
-
-    def pieces(self, position: int) -> Iterator[Piece]:
-        """Where the tokens of a sample come from, in their order; nothing if not from files."""
-        return iter(())
-
-    def positions_of(self, prefix: str, sequences: IntArray) -> IntArray:
-        """Positions of all samples that have tokens of some sequences of a token file."""
-        return np.empty(0, dtype=np.int64)
-
-
-class SampleReading:
-    """Reads samples; some may have to be downloaded first.
-
-    Args:
-        dataset: The samples.
-        positions: Positions of the samples.
-        rows: [len(positions), seq_length + 1], for their tokens.
-    """
-
-    def __init__(
-        self, dataset: TokenDataset, positions: Sequence[int], rows: SampleArray | None = None
-    ) -> None:
-        if rows is None:
-            rows = np.empty((len(positions), dataset.seq_length + 1), dtype=np.int32)
-        self.rows = rows
-        self._dataset, self._positions = dataset, positions
-        self._rest: list[Item] = []
-        if dataset.cache is None:
-            for position, row in zip(positions, rows, strict=True):
-                dataset.read_into(position, row)
-        else:
-            items = list(zip(positions, rows, strict=True))
-            self._rest = dataset.cache.read_present(items, dataset.read_into)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no sample is missing."""
-        return not self._rest
-
-    def finish(self) -> SampleArray:
-        """The samples, [len(positions), seq_length + 1], when all are read.
-
-        Token ids are checked for all samples at once: a numpy call takes about as long for one
-        sample as for ten.
-
-        Raises:
-            UserError: If a token id is not below the dataset's `vocab_size`, or a download fails.
-        """
-        dataset = self._dataset
-        if self._rest and dataset.cache is not None:
-            dataset.cache.read(self._rest, dataset.read_into)
-        ids = self.rows & ~END_MARK if dataset.marks_ends else self.rows
-        if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, ids):
-            for position in self._positions:
-                dataset[position]  # raises the error, which names token and file
-        if isinstance(dataset, TransformedDataset):
-            for position, row in zip(self._positions, self.rows, strict=True):
-                dataset.transform(position, row)
-        return self.rows
-
-
-class TransformedDataset:
-    """The samples of another dataset, transformed once they are complete and checked.
-
-    Implements `TokenDataset`, but `read_into` copies the sample as it was.
-
-    Args:
-        dataset: The other dataset.
-        transform: Changes the sample of a position in place.
-    """
-
-    def __init__(
-        self, dataset: TokenDataset, transform: Callable[[int, SampleArray], None]
-    ) -> None:
-        self._dataset, self.transform = dataset, transform
-        self.seq_length, self.vocab_size = dataset.seq_length, dataset.vocab_size
-        self.marks_ends, self.cache = dataset.marks_ends, dataset.cache
-        self.read_into, self.sample_id = dataset.read_into, dataset.sample_id
-        self.pieces, self.positions_of = dataset.pieces, dataset.positions_of
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, position: int) -> SampleArray:
-        row = self._dataset[position]
-        self.transform(position, row)
-        return row
+URL the states of its blocks and the shift from a token's number to its block's."""
 
 
 class IndexProvider(Protocol):
@@ -182,8 +56,7 @@ class NumberedDataset(TokenDataset, ABC):
     """Samples that follow each other in a text: sample n ends where n + 1 begins.
 
     Args:
-        prefix: The token file of the text.
-        cache: Through which its tokens are read if it has a URL.
+        file: The token file of the text.
         indexes: Loaded when the first sample is read.
         seq_length: Tokens per sample, without the last label.
         vocab_size: Exclusive upper bound of the token ids; None for no check.
@@ -191,21 +64,24 @@ class NumberedDataset(TokenDataset, ABC):
 
     def __init__(
         self,
-        prefix: str,
-        cache: TokenCache | None,
+        file: TokenFile,
         indexes: IndexProvider,
         seq_length: int,
         vocab_size: int | None,
     ) -> None:
-        self.prefix, self.name, self.cache = prefix, os.path.basename(prefix), cache
-        self.seq_length, self.vocab_size = seq_length, vocab_size
+        self.file = file
+        self.prefix = file.prefix
+        self.name = os.path.basename(file.prefix)
+        self.cache = file.cache
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
         self._indexes = indexes
         self._size = len(indexes)
         self._views: Any = None
 
     @abstractmethod
-    def read_numbered(self, sample: int, row: SampleArray) -> None:
-        """Copies a sample's tokens, unchecked, into `row` [seq_length + 1]."""
+    def read_numbered(self, sample: int, ids: IdArray, marks: MarkArray | None = None) -> None:
+        """Reads a sample, as `read_into`, by its number."""
 
     @abstractmethod
     def sample_id(self, position: int) -> str:
@@ -217,7 +93,7 @@ class NumberedDataset(TokenDataset, ABC):
 
     @abstractmethod
     def _near(self, sequences: IntArray) -> IntArray:
-        """Numbers of samples, of which all others have no tokens of these sequences."""
+        """Candidate samples; any other sample has no token of these sequences."""
 
     @abstractmethod
     def _load(self) -> Any:
@@ -229,25 +105,24 @@ class NumberedDataset(TokenDataset, ABC):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": None}
 
-    def __getitem__(self, position: int) -> SampleArray:
-        row = np.empty(self.seq_length + 1, dtype=np.int32)
+    def __getitem__(self, position: int) -> IdArray:
+        ids = np.empty(self.seq_length + 1, dtype=np.int32)
         if self.cache is None:
-            self.read_into(position, row)
+            self.read_into(position, ids)
         else:
-            self.cache.read([(position, row)], self.read_into)
-        ids = row & ~END_MARK if self.marks_ends else row
-        if self.vocab_size is not None and not _all_below(self.vocab_size, ids):
+            self.cache.read([(position, ids)], self.read_into)
+        if self.vocab_size is not None and not all_below(self.vocab_size, ids):
             raise user_error(
                 "sample-token-outside-vocabulary",
-                prefix=self.prefix,
+                path=self.file.tokens_path,
                 sample=self._sample(position),
                 token=next(token for token in ids.tolist() if not 0 <= token < self.vocab_size),
                 vocab_size=self.vocab_size,
             )
-        return row
+        return ids
 
-    def read_into(self, position: int, row: SampleArray) -> None:
-        self.read_numbered(self._sample(position), row)
+    def read_into(self, position: int, ids: IdArray, marks: MarkArray | None = None) -> None:
+        self.read_numbered(self._sample(position), ids, marks)
 
     def pieces(self, position: int) -> Iterator[Piece]:
         return self.pieces_of(self._sample(position))
@@ -284,65 +159,64 @@ class GPTDataset(NumberedDataset):
     """Samples of a token file, each [seq_length + 1] int32.
 
     Args:
-        tokens: The token file.
+        file: The token file.
         indexes: Its indexes, `SampleIndexes` when they are loaded.
         seq_length: Tokens per sample, without the last label.
         vocab_size: Exclusive upper bound of the token ids; None for no check.
-        marks_ends: Add END_MARK to the last token of each sequence.
     """
 
     def __init__(
         self,
-        tokens: IndexedDataset,
+        file: TokenFile,
         indexes: IndexProvider,
         seq_length: int,
         vocab_size: int | None = None,
-        *,
-        marks_ends: bool = False,
     ) -> None:
-        super().__init__(tokens.prefix, tokens.cache, indexes, seq_length, vocab_size)
-        self._file, self.marks_ends = tokens, marks_ends
+        super().__init__(file, indexes, seq_length, vocab_size)
 
-    def read_numbered(self, sample: int, row: SampleArray) -> None:
-        _, documents, starts, lengths, pointers, tokens, item, marks, shift = (
+    def read_numbered(self, sample: int, ids: IdArray, marks: MarkArray | None = None) -> None:
+        _, documents, starts, lengths, pointers, tokens, item, blocks, shift = (
             self._views or self.open()
         )
-        if marks is not None and marks[-1] == USED:
-            marks = None  # no block is missing
-        at, offset = starts[2 * sample], starts[2 * sample + 1]
-        filled, wanted = 0, self.seq_length + 1
+        if blocks is not None and blocks[-1] == USED:
+            blocks = None  # none is missing
+        at = starts[2 * sample]
+        offset = starts[2 * sample + 1]
+        filled = 0
+        wanted = self.seq_length + 1
         while filled < wanted:
             sequence = documents[at]
             begin = pointers[sequence] // item + offset
             size = min(lengths[sequence] - offset, wanted - filled)
             if (
-                marks is None
-                or marks[begin >> shift] == USED == marks[(begin + size - 1) >> shift]
+                blocks is None
+                or blocks[begin >> shift] == USED == blocks[(begin + size - 1) >> shift]
                 or self._has(begin, size)
             ):
                 part = tokens[begin : begin + size]
                 # Truncated to 32 bits, an invalid 64-bit id might be valid.
-                row[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
-                if self.marks_ends and size:
-                    piece = row[filled : filled + size]
-                    np.minimum(piece, END_MARK - 1, out=piece)  # invalid ids stay so without a mark
-                    piece[-1] |= END_MARK * (offset + size == lengths[sequence])
+                ids[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
+            if marks is not None and size and offset + size == lengths[sequence]:
+                marks[filled + size - 1] = Mark.LAST
             filled += size
-            at, offset = at + 1, 0
+            at += 1
+            offset = 0
 
     def sample_id(self, position: int) -> str:
         return f"{self.name}:{self._sample(position)}"
 
     def pieces_of(self, sample: int) -> Iterator[Piece]:
         _, documents, starts, lengths, *_ = self.open()
-        at, offset = starts[2 * sample], starts[2 * sample + 1]
+        at = starts[2 * sample]
+        offset = starts[2 * sample + 1]
         missing = self.seq_length + 1
         while missing:
             size = min(lengths[documents[at]] - offset, missing)
             if size:
                 yield Piece(self.prefix, documents[at], offset, size)
             missing -= size
-            at, offset = at + 1, 0
+            at += 1
+            offset = 0
 
     def _near(self, sequences: IntArray) -> IntArray:
         _, documents, starts, lengths = map(np.asarray, self.open()[:4])
@@ -357,38 +231,30 @@ class GPTDataset(NumberedDataset):
 
     def _has(self, begin: int, size: int) -> bool:
         """Whether tokens are on this machine; if not, they are requested."""
-        tokens = self._file.tokens
+        tokens = self.file.tokens
         return not isinstance(tokens, RemoteTokens) or tokens.has(begin, size)
 
     def _load(self) -> _FastViews:
         indexes: SampleIndexes = self._indexes.load()
-        file, marks, shift = self._file, None, 0
+        file = self.file
+        blocks = None
+        shift = 0
         tokens = file.tokens
         if isinstance(tokens, RemoteTokens):
-            marks, shift, tokens = tokens.marks, tokens.shift, tokens.content
+            blocks = tokens.marks
+            shift = tokens.shift
+            tokens = tokens.content
         return (
-            *(_view(indexes.shuffle), _view(indexes.documents), _view(indexes.samples)),
-            *(_view(file.lengths), _view(file.pointers), tokens, file.dtype.itemsize),
-            *(marks, shift),
+            _view(indexes.shuffle),
+            _view(indexes.documents),
+            _view(indexes.samples),
+            _view(file.lengths),
+            _view(file.pointers),
+            tokens,
+            file.dtype.itemsize,
+            blocks,
+            shift,
         )
-
-
-@dataclass(frozen=True)
-class RemainingIndexes:
-    """The arrays of a `RemainingDataset`.
-
-    Attributes:
-        unread: Numbers of the samples that were not read, in the order of the text. Of the last,
-            as many as `ends` has, only a part is read.
-        shuffle: [S], sample number of each position in the data order.
-        ends: Position of the end of each part in the text of these parts.
-        shifts: What to add to a position in this text, for the position in the sample.
-    """
-
-    unread: IntArray
-    shuffle: IntArray
-    ends: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    shifts: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 class RemainingDataset(NumberedDataset):
@@ -405,27 +271,34 @@ class RemainingDataset(NumberedDataset):
     """
 
     def __init__(self, dataset: NumberedDataset, indexes: IndexProvider, seq_length: int) -> None:
-        super().__init__(dataset.prefix, dataset.cache, indexes, seq_length, dataset.vocab_size)
-        self._dataset, self.marks_ends = dataset, dataset.marks_ends
+        super().__init__(dataset.file, indexes, seq_length, dataset.vocab_size)
+        self._dataset = dataset
 
-    def read_numbered(self, sample: int, row: SampleArray) -> None:
-        part = np.empty(self._dataset.seq_length + 1, dtype=np.int32)
+    def read_numbered(self, sample: int, ids: IdArray, marks: MarkArray | None = None) -> None:
+        length = self._dataset.seq_length + 1
+        part = np.empty(length, dtype=np.int32)
         filled = 0
         for unread, first, size in self._parts(sample):
-            self._dataset.read_numbered(unread, part)
-            row[filled : filled + size] = part[first : first + size]
+            part_marks = None if marks is None else np.zeros(length, dtype=np.uint8)
+            self._dataset.read_numbered(unread, part, part_marks)
+            ids[filled : filled + size] = part[first : first + size]
+            if marks is not None and part_marks is not None:
+                marks[filled : filled + size] = part_marks[first : first + size]
             filled += size
 
     def pieces_of(self, sample: int) -> Iterator[Piece]:
         for unread, first, size in self._parts(sample):
-            start, end = first, first + size
+            start = first
+            end = first + size
             for piece in self._dataset.pieces_of(unread):
                 if (part := piece.cut(start, end)).size > 0:
                     yield part
-                start, end = start - piece.size, end - piece.size
+                start -= piece.size
+                end -= piece.size
 
     def _near(self, sequences: IntArray) -> IntArray:
-        unread, length = np.asarray(self.open()[1]), self._dataset.seq_length
+        unread = np.asarray(self.open()[1])
+        length = self._dataset.seq_length
         at = np.flatnonzero(np.isin(unread, self._dataset.samples_of(sequences)))
         spans = np.arange(length // self.seq_length + 2)
         near = np.unique((at * length // self.seq_length)[:, None] + spans)
@@ -436,8 +309,10 @@ class RemainingDataset(NumberedDataset):
     def _parts(self, sample: int) -> Iterator[tuple[int, int, int]]:
         """Unread samples that make up a sample: number, first of its tokens, number of them."""
         _, unread, ends, shifts = self._views or self.open()
-        length, whole = self._dataset.seq_length, len(unread) - len(ends)
-        position, end = sample * self.seq_length, (sample + 1) * self.seq_length
+        length = self._dataset.seq_length
+        whole = len(unread) - len(ends)
+        position = sample * self.seq_length
+        end = (sample + 1) * self.seq_length
         if position < whole * length:
             while position < end:
                 index, first = divmod(position, length)
@@ -446,7 +321,8 @@ class RemainingDataset(NumberedDataset):
                 # The last label is the token that follows in the same unread sample.
                 yield unread[index], first, size + (position == end)
             return
-        position, end = position - whole * length, end - whole * length + 1
+        position -= whole * length
+        end = end - whole * length + 1
         while position < end:
             index = bisect.bisect(ends, position)
             size = min(ends[index], end) - position
@@ -467,8 +343,3 @@ def _view(array: IntArray) -> memoryview:
     if not array.size:
         return memoryview(b"")
     return memoryview(array.reshape(-1).view(np.uint8)).cast(array.dtype.char)  # type: ignore
-
-
-def _all_below(limit: int, tokens: SampleArray) -> bool:
-    """Whether all tokens are in [0, limit): as unsigned numbers, negative ones are huge."""
-    return int(np.maximum.reduce(tokens.view(np.uint32), axis=None)) < limit

@@ -17,18 +17,19 @@ import numpy as np
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.data.blend.blend_spec import BlendSource
 from megatron_ds.data.exclusion import numbers_of, samples_without
-from megatron_ds.data.gpt_dataset import GPTDataset, RemainingDataset, RemainingIndexes
+from megatron_ds.data.gpt_dataset import GPTDataset, RemainingDataset
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.sample_index import (
     IntArray,
     Ranges,
+    RemainingIndexes,
     SampleIndexes,
     build_indexes,
     index_bytes,
     shuffle_dtype,
     total_samples,
 )
-from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.token_file import TokenFile
 
 INDEX_FORMAT = 1
 """Version of the indexes: to be increased if the same inputs give other indexes."""
@@ -44,14 +45,16 @@ class OpenedFile:
         document_range: First selected document and end.
         tokens: Tokens of these documents, at least one.
         lengths_hash: SHA-256 of the lengths of all sequences of the file.
+        cache: Where its indexes are stored.
         excluded: Documents of the range that are left out, as ranges.
     """
 
-    data: IndexedDataset
+    data: TokenFile
     source: BlendSource
     document_range: tuple[int, int]
     tokens: int
     lengths_hash: str
+    cache: ArrayCache
     excluded: Ranges = ()
 
     def without(self, excluded: Ranges) -> OpenedFile:
@@ -87,7 +90,6 @@ class LazySampleIndexes:
         seq_length: Tokens per sample, without the last label.
         seed: Seed of the shuffles.
         tokenizer: Fingerprint of the tokenizer.
-        cache: Where they are stored.
         is_cyclic: Every epoch has the same samples, in an order of its own.
     """
 
@@ -97,21 +99,23 @@ class LazySampleIndexes:
     seq_length: int
     seed: int
     tokenizer: str
-    cache: ArrayCache
     is_cyclic: bool = False
 
     def __post_init__(self) -> None:
         if self.__len__() > sys.maxsize:
-            raise self._too_large("an array has at most 2^63 - 1 elements")
+            raise self.too_large("an array has at most 2^63 - 1 elements")
 
     def __len__(self) -> int:
         size = self.samples, self.file.tokens, self.seq_length
         return total_samples(*size, is_cyclic=self.is_cyclic)
 
-    def dataset(self, vocab_size: int, *, marks_ends: bool = False) -> GPTDataset:
+    @property
+    def cache(self) -> ArrayCache:
+        return self.file.cache
+
+    def dataset(self, vocab_size: int) -> GPTDataset:
         """The samples, whose token ids are checked to be below `vocab_size`."""
-        size = self.seq_length, vocab_size
-        return GPTDataset(self.file.data, self, *size, marks_ends=marks_ends)
+        return GPTDataset(self.file.data, self, self.seq_length, vocab_size)
 
     def load(self) -> SampleIndexes:
         """Loads the indexes from the cache, or builds and stores them.
@@ -146,14 +150,16 @@ class LazySampleIndexes:
         }
 
     def _build(self) -> Arrays:
-        documents, lengths = self.file.documents(), self.file.data.lengths
+        documents = self.file.documents()
+        lengths = self.file.data.lengths
         try:
             size = self.samples, self.seq_length, self.seed
             return vars(build_indexes(lengths, documents, *size, is_cyclic=self.is_cyclic))
         except (MemoryError, OverflowError, ValueError) as error:
-            raise self._too_large(str(error)) from error
+            raise self.too_large(str(error)) from error
 
-    def _too_large(self, reason: str) -> UserError:
+    def too_large(self, reason: str) -> UserError:
+        """The error for an index that cannot be built, for the reason."""
         return user_error("index-too-large", index=self, reason=reason)
 
 
@@ -189,10 +195,9 @@ class LazyRemainingIndexes:
     def cache(self) -> ArrayCache:
         return self.before.cache
 
-    def dataset(self, vocab_size: int, *, marks_ends: bool = False) -> RemainingDataset:
+    def dataset(self, vocab_size: int) -> RemainingDataset:
         """The samples, whose token ids are checked to be below `vocab_size`."""
-        before = self.before.dataset(vocab_size, marks_ends=marks_ends)
-        return RemainingDataset(before, self, self.seq_length)
+        return RemainingDataset(self.before.dataset(vocab_size), self, self.seq_length)
 
     def load(self) -> RemainingIndexes:
         """Loads the indexes from the cache, or builds and stores them.

@@ -8,6 +8,7 @@ and no torch.
 from __future__ import annotations
 
 import atexit
+import math
 import mmap
 import multiprocessing
 import os
@@ -21,12 +22,16 @@ import numpy as np
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.child_process import die_with_parent
-from megatron_ds.data.gpt_dataset import SampleArray, SampleReading, TokenDataset
+from megatron_ds.data.sample import Samples
+from megatron_ds.data.token_dataset import SampleReading, TokenDataset
 
 TOKENS_AHEAD = 1 << 20
-"""Tokens that a process reads ahead, 4 MiB; it reads 2 to 256 micro-batches ahead in any case."""
-COMPLETE, FAILED = b"\0", b"\1"
-"""Reports of the process: a micro-batch is complete; an error was sent instead."""
+"""Tokens that a process reads ahead, 4 MiB, or 5 with marks; it reads 2 to 256 micro-batches ahead
+in any case."""
+COMPLETE = b"\0"
+"""Report of the process: a micro-batch is complete."""
+FAILED = b"\1"
+"""Report of the process: an error was sent instead."""
 PIPE_READ = 1 << 12
 
 
@@ -39,7 +44,8 @@ class ReadAhead:
     """
 
     def __init__(self, dataset: TokenDataset, micro_batch_size: int) -> None:
-        self._dataset, self._micro_batch_size = dataset, micro_batch_size
+        self._dataset = dataset
+        self._micro_batch_size = micro_batch_size
         self._begun: deque[SampleReading] = deque()
 
     def __len__(self) -> int:
@@ -59,13 +65,13 @@ class ReadAhead:
         """Whether `take` does not wait."""
         return bool(self._begun) and self._begun[0].is_complete
 
-    def begin(self, first: int, rows: SampleArray | None = None) -> None:
-        """Begins to read a micro-batch into `rows`, or into new memory."""
+    def begin(self, first: int, samples: Samples | None = None) -> None:
+        """Begins to read a micro-batch into the memory of `samples`, or into new memory."""
         positions = range(first, first + self._micro_batch_size)
-        self._begun.append(SampleReading(self._dataset, positions, rows))
+        self._begun.append(SampleReading(self._dataset, positions, samples))
 
-    def take(self) -> SampleArray:
-        """Finishes the oldest micro-batch, [B, S + 1].
+    def take(self) -> Samples:
+        """Finishes the oldest micro-batch.
 
         Raises:
             UserError: If a sample is invalid, or a download fails.
@@ -84,10 +90,18 @@ class LoaderProcess:
 
     def __init__(self, dataset: TokenDataset, firsts: Sequence[int], micro_batch_size: int) -> None:
         shape = (micro_batch_size, dataset.seq_length + 1)
-        slots = min(256, max(2, TOKENS_AHEAD // (shape[0] * shape[1])))
-        memory = mmap.mmap(-1, 4 * slots * shape[0] * shape[1])
-        self._ring = np.frombuffer(memory, dtype=np.int32).reshape(slots, *shape)
-        self._read = self._returned = self._complete = 0
+        self._slots = min(256, max(2, TOKENS_AHEAD // (shape[0] * shape[1])))
+        self._micro_batch_size = micro_batch_size
+        ring_shape = self._slots, *shape
+        size = math.prod(ring_shape)
+        ids = np.frombuffer(mmap.mmap(-1, 4 * size), dtype=np.int32).reshape(ring_shape)
+        marks = None
+        if dataset.marks:
+            marks = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8).reshape(ring_shape)
+        self._ring = Samples(ids, marks)
+        self._read = 0
+        self._returned = 0
+        self._complete = 0
         self._failed = False
         self._owner = os.getpid()
         self._reports, reports = os.pipe()
@@ -104,8 +118,8 @@ class LoaderProcess:
         # At exit, multiprocessing would terminate the process and wait; but it ignores SIGTERM.
         atexit.register(self.stop)
 
-    def read(self) -> SampleArray:
-        """Reads the next micro-batch, [B, S + 1], into new memory.
+    def read(self) -> Samples:
+        """Reads the next micro-batch into new memory.
 
         Raises:
             UserError: If a sample is invalid or a file is damaged.
@@ -113,15 +127,15 @@ class LoaderProcess:
         """
         while self._read == self._complete:
             self._wait()
-        rows: SampleArray = self._ring[self._read % len(self._ring)].copy()
+        samples = self._ring.at(self._read % self._slots).copy()
         self._read += 1
         # Half of the ring at once: a system call takes about as long as reading a sample.
         unreturned = self._read - self._returned
-        if unreturned >= len(self._ring) // 2:
+        if unreturned >= self._slots // 2:
             with suppress(BrokenPipeError):  # the process has read everything
                 os.write(self._free, bytes(unreturned))
             self._returned = self._read
-        return rows
+        return samples
 
     def stop(self) -> None:
         """Kills the process. Files that it may be writing, indexes, are replaced atomically."""
@@ -148,7 +162,8 @@ class LoaderProcess:
             error = self._errors.recv()
         except EOFError:
             self._process.join()
-            pid, signum = self._process.pid, -(self._process.exitcode or 0)
+            pid = self._process.pid
+            signum = -(self._process.exitcode or 0)
             text = f"data loader process (pid {pid}) was killed by signal {signum}"
             raise RuntimeError(text) from None
         raise error
@@ -165,12 +180,15 @@ class LoaderProcess:
         die_with_parent()
         for end in (self._reports, self._free):  # here they would hide that the parent closed them
             os.close(end)
-        ahead, free_slots, index = ReadAhead(dataset, self._ring.shape[1]), len(self._ring), 0
+        ahead = ReadAhead(dataset, self._micro_batch_size)
+        free_slots = self._slots
+        index = 0
         try:
             while index < len(firsts) or ahead:
                 if index < len(firsts) and free_slots and not ahead.is_busy():
-                    ahead.begin(firsts[index], self._ring[index % len(self._ring)])
-                    index, free_slots = index + 1, free_slots - 1
+                    ahead.begin(firsts[index], self._ring.at(index % self._slots))
+                    index += 1
+                    free_slots -= 1
                 elif not ahead:
                     free_slots = len(os.read(free, PIPE_READ))
                     if not free_slots:

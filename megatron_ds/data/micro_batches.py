@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset
 from megatron_ds.data.loader_process import LoaderProcess, ReadAhead
+from megatron_ds.data.sample import NO_MARKS, Mark, Samples
+from megatron_ds.data.token_dataset import TokenDataset
 
 BEGUN_AHEAD = 32
 """Micro-batches of data by URL that are begun before the first of them is needed, in this process.
@@ -22,19 +23,15 @@ More would not stay in the processor's caches."""
 class Batch(NamedTuple):
     """One micro-batch on the host."""
 
-    rows_BT: SampleArray | None
-    """Tokens of each sample, int32: T is S + 1, since inputs and labels are the same
-    row without its last and its first token. Read-only. None if another rank reads it."""
+    samples: Samples | None
+    """[B, T]: T is S + 1, since inputs and labels are the same ids without their last and their
+    first one. Read-only. None if another rank reads them."""
     shape: tuple[int, int]
-    """Shape of `rows_BT`."""
+    """Shape of the samples."""
     position: int
     """Position of the first sample in the data order: samples before it, over all ranks."""
-    eod: int | None = None
-    """Token id without loss; None for loss everywhere."""
-    has_masks: bool = False
-    """Whether `~id` in place of a token's id means that it has no loss as a label."""
-    has_ends: bool = False
-    """Whether END_MARK is added to the id of a document's last token."""
+    marks: Mark = NO_MARKS
+    """The marks that tokens may have. Without any, the samples have no array of marks."""
 
 
 class MicroBatchIterator:
@@ -52,8 +49,6 @@ class MicroBatchIterator:
         dp_rank: Data-parallel rank.
         dp_size: Number of data-parallel ranks.
         num_workers: Loader processes; 0 reads in this process. Does not change the order.
-        eod: Token id without loss; None for loss everywhere.
-        has_masks: As of `Batch`.
         reads: Read the samples. If False, batches have positions only, because another rank of the
             tensor-parallel group reads and sends them.
     """
@@ -67,8 +62,6 @@ class MicroBatchIterator:
         dp_rank: int,
         dp_size: int,
         num_workers: int = 0,
-        eod: int | None = None,
-        has_masks: bool = False,
         reads: bool = True,
     ) -> None:
         assert 0 <= dp_rank < dp_size
@@ -79,12 +72,12 @@ class MicroBatchIterator:
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
         self._shape = micro_batch_size, dataset.seq_length + 1
-        self._options = eod, has_masks, dataset.marks_ends
-        self._rows: Generator[tuple[int, SampleArray | None], None, None]
+        self._marks = dataset.marks
+        self._samples: Generator[tuple[int, Samples | None], None, None]
         if reads:
-            self._rows = _read_all(dataset, self._positions, micro_batch_size, num_workers)
+            self._samples = _read_all(dataset, self._positions, micro_batch_size, num_workers)
         else:
-            self._rows = ((position, None) for position in self._positions)
+            self._samples = ((position, None) for position in self._positions)
 
     def __len__(self) -> int:
         """Number of micro-steps to the end of the dataset."""
@@ -94,20 +87,21 @@ class MicroBatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        position, rows = next(self._rows)
-        return Batch(rows, self._shape, position, *self._options)
+        position, samples = next(self._samples)
+        return Batch(samples, self._shape, position, self._marks)
 
     def close(self) -> None:
         """Ends the loader processes and the iteration."""
-        self._rows.close()
+        self._samples.close()
 
 
 def _read_all(
     dataset: TokenDataset, firsts: Sequence[int], micro_batch_size: int, num_workers: int
-) -> Generator[tuple[int, SampleArray], None, None]:
-    """Reads all micro-batches: position of the first sample, and samples [B, S + 1]."""
+) -> Generator[tuple[int, Samples], None, None]:
+    """Reads all micro-batches: position of the first sample, and samples."""
     if not num_workers:
-        begun, ahead = deque[int](), ReadAhead(dataset, micro_batch_size)
+        begun = deque[int]()
+        ahead = ReadAhead(dataset, micro_batch_size)
         most = 1 if dataset.cache is None else BEGUN_AHEAD
         for first in firsts:
             begun.append(first)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,24 @@ class SampleIndexes:
     def load(self) -> SampleIndexes:
         """Implements `IndexProvider`."""
         return self
+
+
+@dataclass(frozen=True)
+class RemainingIndexes:
+    """The arrays of a `RemainingDataset`.
+
+    Attributes:
+        unread: Numbers of the samples that were not read, in the order of the text. Of the last, as
+            many as `ends` has, only a part is read.
+        shuffle: [S], sample number of each position in the data order.
+        ends: Position of the end of each part in the text of these parts.
+        shifts: Offset to add to a position in this text to get the position in the sample.
+    """
+
+    unread: IntArray
+    shuffle: IntArray
+    ends: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    shifts: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
@@ -133,7 +151,8 @@ def build_indexes(
 
 def _repeated(first: SampleIndexes, epochs: int, seed: int) -> SampleIndexes:
     """The indexes of epochs with the samples of the first one, each in an order of its own."""
-    size, rng = len(first), np.random.RandomState(seed)
+    size = len(first)
+    rng = np.random.RandomState(seed)
     starts = np.concatenate([*[first.samples[:-1]] * max(1, epochs), first.samples[-1:]])
     shuffle = np.arange(len(starts) - 1, dtype=shuffle_dtype(len(starts) - 1))
     for start in range(0, len(shuffle), size):
@@ -165,7 +184,8 @@ def build_sample_index(lengths: IntArray, order: IntArray, seq_length: int, tota
     """
     starts = np.empty((total + 1, 2), dtype=index_dtype(len(order)))
     starts[0] = 0
-    first_token, first_sample = 0, 1
+    first_token = 0
+    first_sample = 1
     for at in range(0, len(order), CHUNK_DOCUMENTS):
         ends = np.cumsum(lengths[order[at : at + CHUNK_DOCUMENTS]], dtype=np.int64)
         ends += first_token
@@ -179,7 +199,8 @@ def build_sample_index(lengths: IntArray, order: IntArray, seq_length: int, tota
         tokens = np.arange(first_sample * seq_length, stop * seq_length, seq_length)
         tokens -= np.repeat(np.concatenate([[first_token], ends[:-1]]), begin_in_each)
         rows[:, 1] = tokens
-        first_token, first_sample = int(ends[-1]), stop
+        first_token = int(ends[-1])
+        first_sample = stop
     assert first_sample == total + 1, "the documents have fewer tokens than the samples"
     return starts
 

@@ -7,7 +7,7 @@ or torch, and writes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +17,16 @@ from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.blend.blend_spec import SPLITS, DatasetGroup, DocumentSelection, read_groups
 from megatron_ds.data.blend.usage_report import join_limited
-from megatron_ds.data.remote.token_cache import RemoteTokens, TokenCache, is_url
-from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, Tokens
+from megatron_ds.data.remote.token_cache import TokenCache
+from megatron_ds.data.token_files.kinds import missing_problems, open_token_file
+from megatron_ds.data.token_files.token_file import BLOCK_TOKENS, TokenFile
 from megatron_ds.data.token_files.tokenizer_metadata import tokenizer_mismatch
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 MAX_BLOCKS_PER_FILE = 64
+"""Token ids are checked in blocks that are spread evenly over a file."""
 MAX_BLOCKS = 4096
 """Blocks of all files together; every file has at least one."""
-REMOTE_BLOCKS = 4
-"""Blocks of a file by URL; reading one may be a download."""
-BLOCK_TOKENS = 4096
-"""Tokens of a block. Token ids are checked in blocks that are spread evenly over a file."""
 CHECKED_DOCUMENTS = 64
 """First documents of a file whose last token is checked."""
 MAX_NAMED_FILES = 3
@@ -40,7 +38,7 @@ class DataFiles:
 
     Args:
         config: The data flags.
-        cache: For the files of URLs; None for one that the flags name.
+        cache: Cache of files at URLs; None for the cache that the flags name.
 
     Attributes:
         groups: Dataset groups of the flags.
@@ -64,7 +62,7 @@ class DataFiles:
         self.probed_blocks = max(1, min(MAX_BLOCKS_PER_FILE, blocks))
         self.opens_all = False
         self.checked_vocab_size: int | None = None
-        self._opened: dict[str, IndexedDataset] = {}
+        self._opened: dict[str, TokenFile] = {}
 
     @property
     def train_prefixes(self) -> list[str]:
@@ -72,14 +70,14 @@ class DataFiles:
         groups = [group.sources for group in self.groups if group.split == "train"]
         return list(dict.fromkeys(source.prefix for sources in groups for source in sources))
 
-    def open(self, prefix: str) -> IndexedDataset:
+    def open(self, prefix: str) -> TokenFile:
         """Opens a token file, or returns it if it is open.
 
         Raises:
             UserError: If it is damaged.
         """
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, cache=self.cache)
+            self._opened[prefix] = open_token_file(prefix, self.cache)
         return self._opened[prefix]
 
     def identities(self, *, reads: bool = False) -> Iterator[tuple[str, str]]:
@@ -90,25 +88,26 @@ class DataFiles:
         """
         for group in self.groups:
             for index, source in enumerate(group.sources, 1):
-                name, weight = os.path.basename(source.prefix), source.given_weight
+                name = os.path.basename(source.prefix)
+                weight = source.given_weight
                 value = f"{name}, weight {weight}, documents {source.documents.text}"
                 yield f"source {index} of {group.flag} ({group.split} {group.name})", value
         if path := self.config.exclude_documents:
             yield "--exclude-documents", xxhash.xxh3_64(Path(path).read_bytes()).hexdigest()
         for index, prefix in enumerate(self.prefixes, 1):
             file = self.open(prefix)
-            value = f"{file.sizes[0]} and {file.sizes[1]} bytes"
+            value = f"{' and '.join(map(str, file.sizes))} bytes"
             if file.version:  # of a store, which has given all hosts the same content with it
                 value = f"{value}, version {file.version}"
             elif reads:
                 value = f"{value} with content {self._content_digest(prefix)}"
-            yield f"{os.path.basename(prefix)} (.bin and .idx, file {index})", value
+            yield f"{os.path.basename(prefix)} ({file.file_names}, file {index})", value
 
     def _content_digest(self, prefix: str) -> str:
         """A digest of the blocks of a file that the checks read, and of the ends of its index."""
         file = self.open(prefix)
         ends = file.lengths[:BLOCK_TOKENS], file.lengths[-BLOCK_TOKENS:]
-        parts = (*ends, _probe(file, self.probed_blocks))
+        parts = (*ends, file.probe(self.probed_blocks))
         return xxhash.xxh3_64(b"".join(part.tobytes() for part in parts)).hexdigest()
 
     def with_text(self, group: DatasetGroup) -> DatasetGroup:
@@ -166,17 +165,17 @@ def _file_problems(
     fingerprint: TokenizerFingerprint | None,
     needed: Iterable[tuple[str, int, DocumentSelection]],
 ) -> Iterator[Problem]:
-    """Checks one pair.
+    """Checks one token file.
 
     Args:
-        files: Opens the pair.
-        prefix: Path of the pair.
-        vocab_size: As for `data_problems`.
-        fingerprint: As for `data_problems`.
+        files: Opens the file.
+        prefix: Its path or URL.
+        vocab_size: See `data_problems`.
+        fingerprint: See `data_problems`.
         needed: Splits that read the file, their samples, and the documents that they read.
     """
     try:
-        if missing := list(_missing_files(prefix, files.cache)):
+        if missing := list(missing_problems(prefix, files.cache)):
             yield from missing
             return
         file = files.open(prefix)
@@ -198,9 +197,7 @@ def _file_problems(
             yield problem.with_prefix(f"{prefix}: ")
 
 
-def out_of_vocabulary(
-    file: IndexedDataset, vocab_size: int, probed_blocks: int
-) -> Iterator[Problem]:
+def out_of_vocabulary(file: TokenFile, vocab_size: int, probed_blocks: int) -> Iterator[Problem]:
     """Checks a sample of a file's token ids against the vocabulary.
 
     Args:
@@ -211,7 +208,7 @@ def out_of_vocabulary(
     limits = np.iinfo(file.dtype)  # type: ignore[type-var]
     if limits.max < vocab_size - 1:
         yield Problem("token-dtype-too-small", file=file, limits=limits, vocab_size=vocab_size)
-    probed = _probe(file, probed_blocks)
+    probed = file.probe(probed_blocks)
     for token in (int(probed.min()), int(probed.max())) if probed.size else ():  # type: ignore[type-var]
         if not 0 <= token < vocab_size:
             last = vocab_size - 1
@@ -219,7 +216,7 @@ def out_of_vocabulary(
 
 
 def empty_selection(
-    split: str, file: IndexedDataset, samples: int, documents: DocumentSelection
+    split: str, file: TokenFile, samples: int, documents: DocumentSelection
 ) -> Iterator[Problem]:
     """Checks that the documents of a split, which needs samples, have tokens."""
     if _has_tokens(file, documents):
@@ -235,50 +232,21 @@ def empty_selection(
     )
 
 
-def _has_tokens(file: IndexedDataset, documents: DocumentSelection) -> bool:
+def _has_tokens(file: TokenFile, documents: DocumentSelection) -> bool:
     first, end = documents.range_of(len(file))
     return bool(file.lengths[first:end].any())
 
 
-def _missing_files(prefix: str, cache: TokenCache) -> Iterator[Problem]:
-    """Checks that both files exist; suggests the prefix that was probably meant.
+def boundary_problems(options: DataConfig, eod: int | None) -> Iterator[Problem]:
+    """Checks that the tokenizer has the token with which documents end.
 
-    Raises:
-        UserError: If the store of a URL does not answer.
+    Args:
+        options: The data flags.
+        eod: The token; None if the tokenizer has none.
     """
-    exists: Callable[[str], bool] = cache.exists if is_url(prefix) else os.path.exists
-    is_file: Callable[[str], bool] = cache.exists if is_url(prefix) else os.path.isfile
-    stem, suffix = os.path.splitext(prefix)
-    document = f"{prefix}_text_document"
-    hint = ""
-    if all(exists(f"{prefix}{end}") for end in (".bin", ".idx")):
-        return
-    if suffix in (".bin", ".idx") and is_file(prefix):
-        hint = f" (give the prefix only: {stem})"
-    elif is_file(f"{document}.idx"):
-        hint = f" (did you mean {document}?)"
-    for suffix in (".bin", ".idx"):
-        if not exists(prefix + suffix):
-            yield Problem("data-file-missing", prefix=prefix, path=prefix + suffix, hint=hint)
-
-
-def _probe(file: IndexedDataset, blocks: int) -> Tokens:
-    """All tokens of a small file; otherwise evenly spread blocks."""
-    tokens = file.tokens
-    if isinstance(tokens, RemoteTokens):
-        blocks = min(blocks, REMOTE_BLOCKS)
-    if tokens.size <= blocks * BLOCK_TOKENS:
-        return tokens[:]
-    starts = np.linspace(0, tokens.size - BLOCK_TOKENS, blocks, dtype=np.int64)
-    if isinstance(tokens, RemoteTokens):
-        return np.concatenate([tokens[at : at + BLOCK_TOKENS] for at in starts.tolist()])
-    item = file.dtype.itemsize
-    # Mapped memory would be read ahead: with thousands of files, megabytes around each block.
-    with open(f"{file.prefix}.bin", "rb", buffering=0) as content:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        parts = [os.pread(content.fileno(), BLOCK_TOKENS * item, at * item) for at in starts]
-    return np.frombuffer(b"".join(parts), dtype=file.dtype)
+    if options.needs_eod and eod is None:
+        fields = options.boundary_fields
+        yield Problem("tokenizer-without-eod", *fields, flags=", ".join(map(flag_of, fields)))
 
 
 def data_warnings(
@@ -290,23 +258,23 @@ def data_warnings(
         files: The data flags and their files, for which `data_problems` has found no problems.
         samples: Samples that the run needs of train, valid and test.
         eod: End-of-document token of the tokenizer; None if unknown.
-        bos: Token with which documents begin; None if there is none.
+        bos: Token with which documents begin; None without such a token.
     """
     needed = dict(zip(SPLITS, samples, strict=True))
     for group in files.groups:
         kept = {source.prefix for source in files.with_text(group).sources}
         empty = [source.prefix for source in group.sources if source.prefix not in kept]
         if needed[group.split] and empty:
-            text, named = group.sources[0].documents.text, join_limited(empty, MAX_NAMED_FILES)
+            text = group.sources[0].documents.text
+            named = join_limited(empty, MAX_NAMED_FILES)
             yield Problem("split-not-evaluated", text=text, split=group.split, named=named)
     without_bos = [] if bos is None else [one for one in files.prefixes if _lacks(files, one, bos)]
     if without_bos:
         named = join_limited(without_bos, MAX_NAMED_FILES)
         yield Problem("data-without-bos", named=named, checked=CHECKED_DOCUMENTS, bos=bos)
-    eod_fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    fields = [name for name in eod_fields if getattr(files.config, name)]
-    if not fields or eod is None or files.config.marks_ends:
+    if eod is None or not files.config.needs_eod:
         return
+    fields = files.config.boundary_fields
     without_eod = [prefix for prefix in files.prefixes if _lacks(files, prefix, eod)]
     if without_eod:
         yield Problem(
@@ -327,10 +295,11 @@ def _lacks(files: DataFiles, prefix: str, token: int) -> bool:
     except UserError:
         return False
     # Documents without tokens have no last token.
-    starts, ends = file.document_index[:-1], file.document_index[1:]
+    starts = file.document_index[:-1]
+    ends = file.document_index[1:]
     last = (ends[ends > starts] - 1)[:CHECKED_DOCUMENTS]
     last = last[file.lengths[last] > 0]
     if not last.size:
         return False
     tokens = [int(file.get(int(sequence))[end]) for sequence in last for end in (0, -1)]
-    return token not in tokens and not bool((_probe(file, files.probed_blocks) == token).any())
+    return token not in tokens and not bool((file.probe(files.probed_blocks) == token).any())

@@ -1,4 +1,4 @@
-"""What is measured of steps besides loss and norm, without waiting for the device.
+"""Measurements of steps other than loss and norm, taken without waiting for the device.
 
 Times of a step's parts, sums by layer, what the routers report, and regions for a profiler.
 """
@@ -25,8 +25,8 @@ from megatron_ds.engine.regions import (
     mark_layers,
     mark_passes,
 )
+from megatron_ds.model.experts.router_log import router_metrics
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.train_state import COMMUNICATION, STEP, StepResult
 
 COARSE = (FORWARD, BACKWARD, OPTIMIZER)
@@ -51,13 +51,15 @@ class StepMeasures:
 
     def measure(self, iteration: int, step: Callable[[], StepResult]) -> StepResult:
         """Take a step, and add to its result what was measured. Collective."""
-        parts, log = self._parts, self._parts.model.router_log
+        parts = self._parts
+        log = self._parts.model.router_log
         timing = self.timers.measuring(parts.engine, parts.mesh, iteration)
         is_recorded = self._record_every is not None and iteration % self._record_every == 0
         counting = self._norms.counting(iteration, is_recorded=is_recorded)
         passes = recording(parts) if is_recorded else nullcontext()
         with timing, passes as recorder, counting as sums:
-            result, stages = step(), parts.mesh.pp
+            result = step()
+            stages = parts.mesh.pp
             means = log.take() if stages.size == 1 else log.take_of_stages(stages, parts.device)
         extras = {**router_metrics(means), **result.extras}
         norms: dict[str, Any] = {}
@@ -90,13 +92,14 @@ class StepTimers:
     `wall_clock_breakdown` uses them, too, but waits for the device in every step.
 
     Args:
-        options: How much is timed. --log-straggler needs steps and communication.
+        options: Options that select what is timed. --log-straggler needs steps and communication.
         interval: Iterations between log lines.
         is_compiled: Layers are compiled, for which collectives must stay what they are.
     """
 
     def __init__(self, options: ProfilingConfig, *, interval: int, is_compiled: bool) -> None:
-        self._level, self._log_interval = options.timing_log_level, interval
+        self._level = options.timing_log_level
+        self._log_interval = interval
         self._is_on = options.times_parts
         self._is_compiled = is_compiled
         self._timers = SynchronizedWallClockTimer()

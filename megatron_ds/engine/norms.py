@@ -33,10 +33,10 @@ GRADIENT, AFTER, UPDATE, BEFORE = range(1, 5)
 """Rows of `_Sums.total`: of squares of gradients, of parameters after the step, of updates, and of
 parameters before the step. Row 0 counts zeros."""
 SUMS = 4
-"""From the row of a value's squares to the row of its sum, which has no row for updates."""
+"""Offset from the row of a value's squares to the row of its sum. Updates have no row of sums."""
 ROWS = BEFORE + SUMS + 1
 ParameterSums = dict[str, dict[str, list[float]]]
-"""Norm and sum of elements, by what they are of and by the parameter's canonical name."""
+"""Norm and sum of elements, by kind of tensor and by the parameter's canonical name."""
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -57,7 +57,8 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     for tensor in tensors:
         if not tensor.numel():
             continue
-        values, is_long = tensor.to(device), tensor.numel() > CHUNK
+        values = tensor.to(device)
+        is_long = tensor.numel() > CHUNK
         chunks = values.flatten().split(CHUNK) if is_long else [values]
         by_type.setdefault(tensor.dtype, []).extend(chunks)
     for chunks_of_type in by_type.values():
@@ -92,7 +93,9 @@ class ModelNorms:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._mesh, self._device, self._stage = parts.mesh, parts.device, parts.stage
+        self._mesh = parts.mesh
+        self._device = parts.device
+        self._stage = parts.stage
         self.parameters = tuple(parts.engine.module.named_parameters())
         """This rank's, by name. A walk over the modules takes longer than a small tensor's norm."""
         self._module = parts.engine.module
@@ -100,7 +103,7 @@ class ModelNorms:
             (parameter, expert_group(parameter) is not None, is_counted(parameter, self._mesh))
             for _, parameter in self.parameters
         )
-        """With whether each is of experts, and whether it is counted."""
+        """Parameters, each with whether it belongs to experts and whether this rank counts it."""
 
     def norm(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
         """The L2 norm of a value of each parameter, a float64 scalar. Collective."""
@@ -110,13 +113,13 @@ class ModelNorms:
         """The L2 norm of the parameters. Not finite if a state of a layer is not. Collective."""
         squares = self._sum_of_squares(self._own_partition)
         if self._stage == 3:
-            dist.all_reduce(squares, group=self._mesh.dp_sp.handle)
+            dist.all_reduce(squares, group=self._mesh.replicas.handle)
         states = self._squares([], [*states_of(self._module).values()])
         return float((squares + states).sqrt())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint has of this rank's model, by name: parameters, at stage 3 this rank's
-        partitions, and states of layers."""
+        """Tensors that a checkpoint saves of this rank's model, by name: parameters (at stage 3
+        this rank's partitions) and states of layers."""
         for name, parameter in self.parameters:
             yield name, self._own_partition(parameter)
         yield from states_of(self._module).items()
@@ -129,8 +132,9 @@ class ModelNorms:
         """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""
         if self._stage != 3:
             return parameter.data
-        size, partition = parameter.ds_numel, nvme_states.partition_of(parameter)  # type: ignore[attr-defined]
-        start = self._mesh.dp_sp.rank * partition.numel()
+        size = parameter.ds_numel  # type: ignore[attr-defined]
+        partition = nvme_states.partition_of(parameter)
+        start = self._mesh.replicas.rank * partition.numel()
         piece: Tensor = partition.flatten()[: max(0, size - start)]
         return piece
 
@@ -143,10 +147,10 @@ class ModelNorms:
         squares = self._squares(tensors[False, True], tensors[False, False])
         experts = tensors[True, True], tensors[True, False]
         if any(experts) or self._mesh.ep.size > 1:
-            of_experts = self._squares(*experts)
+            expert_squares = self._squares(*experts)
             if self._mesh.ep.size > 1:
-                dist.all_reduce(of_experts, group=self._mesh.ep.handle)
-            squares += of_experts
+                dist.all_reduce(expert_squares, group=self._mesh.ep.handle)
+            squares += expert_squares
         if self._mesh.model.size > 1:
             dist.all_reduce(squares, group=self._mesh.model.handle)
         return squares
@@ -171,8 +175,10 @@ class StepNorms:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._engine, self._stage = parts.engine, parts.stage
-        self._mesh, self._device = parts.mesh, parts.device
+        self._engine = parts.engine
+        self._stage = parts.stage
+        self._mesh = parts.mesh
+        self._device = parts.device
         self._zeros = parts.config.logging.log_num_zeros_in_grad
         self._interval = parts.config.logging.log_layer_norms_interval
         self._flats: dict[int, Flat] = {}
@@ -209,11 +215,11 @@ class StepNorms:
             yield sums
 
     def complete(self, sums: _Sums, norm: Any) -> None:
-        """Adds the sums of all ranks, of a step that was applied, and undoes the clipping of the
-        gradients. Collective.
+        """All-reduces the sums of an applied step, and undoes the clipping of the gradients.
+        Collective.
 
         Args:
-            sums: Of this rank.
+            sums: Sums of this rank.
             norm: Gradient norm before clipping.
         """
         if self._mesh.world_size > 1:
@@ -226,7 +232,7 @@ class StepNorms:
             sums.total[GRADIENT + SUMS] /= factor
 
     def metrics(self, sums: _Sums) -> Mapping[str, Tensor]:
-        """The metrics of complete sums, as unsynchronized tensors."""
+        """Computes the metrics from completed sums, as unsynchronized tensors."""
         metrics = {ZEROS: sums.total[0].sum()} if self._zeros else {}
         if not sums.logs_layers:
             return metrics
@@ -236,12 +242,12 @@ class StepNorms:
         gradients, params, updates = total.sqrt()
         ratios = torch.where(params > 0, updates / params, 0.0)
         for name, values in zip(NORMS, (gradients, params, ratios), strict=True):
-            of_layers = zip(self._layers, values, strict=True)
-            metrics |= {f"{name}/{layer}": value for layer, value in of_layers}
+            layer_values = zip(self._layers, values, strict=True)
+            metrics |= {f"{name}/{layer}": value for layer, value in layer_values}
         return metrics
 
     def by_parameter(self, sums: _Sums) -> ParameterSums:
-        """The norms and sums of complete sums. Waits for the device."""
+        """Norm and sum of elements of each parameter, from completed sums. Waits for the device."""
         rows = {"weights": BEFORE, "gradients": GRADIENT, "updated": AFTER}
         values = {
             name: torch.stack([sums.total[row].sqrt(), sums.total[row + SUMS]], dim=1).tolist()
@@ -250,7 +256,7 @@ class StepNorms:
         return {name: dict(zip(self._places, pairs, strict=True)) for name, pairs in values.items()}
 
     def of_updates(self, sums: _Sums) -> dict[str, float]:
-        """The norm of each parameter's update, of complete sums. Waits for the device."""
+        """Norm of each parameter's update, from completed sums. Waits for the device."""
         return dict(zip(self._places, sums.total[UPDATE].sqrt().tolist(), strict=True))
 
     def parts(self, master: Tensor) -> Iterator[tuple[int, slice]]:
@@ -266,12 +272,14 @@ class StepNorms:
 
 
 class _Sums:
-    """The sums of one step on this rank, filled by hooks of the optimizers."""
+    """Sums of elements and squares of one step on this rank, filled by hooks of the optimizers."""
 
     def __init__(self, owner: StepNorms, has_norms: bool) -> None:
-        self._owner, self.has_norms, self.logs_layers = owner, has_norms, False
+        self._owner = owner
+        self.has_norms = has_norms
+        self.logs_layers = False
         self.total = owner.empty()
-        """By row and parameter."""
+        """float64 sums [rows, parameters]."""
         self._before: dict[Tensor, Tensor | None] = {}
         self._depth = 0
 

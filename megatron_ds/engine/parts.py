@@ -1,4 +1,4 @@
-"""What the engine of a run consists of, as `build_engine` makes it."""
+"""Components of a run's engine, as `build_engine` returns them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineParts:
     is_compiled: bool
     """Layers or the model are compiled."""
     startup_warnings: tuple[Problem, ...] = ()
-    """What the run does more slowly than it could."""
+    """Warnings about settings that make the run slower than it could be."""
     swap_folder: SwapFolder | None = None
     """Where states on a disk are; kept until the engine ends."""
 
@@ -50,4 +50,4 @@ class EngineParts:
     def compiles_collectives(self) -> bool:
         """Whether there are collectives in what is compiled."""
         gathers = self.stage == 3 or "compile" in self.ds_config
-        return self.is_compiled and (gathers or self.mesh.sp_tp.size > 1)
+        return self.is_compiled and (gathers or self.mesh.same_batch.size > 1)

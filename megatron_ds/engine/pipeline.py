@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_ds.engine.deepspeed.patches import reduce_norm_once, replace_pipeline_instructions
 from megatron_ds.engine.deepspeed.stage_messages import StageMessages
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.engine.pipeline_module import FoldedStages, PipelineStage
+from megatron_ds.engine.module import FoldedStages, PipelineStage
 from megatron_ds.engine.step import StepControl, WeightedBatch
 from megatron_ds.train_state import StepPlan
 
@@ -34,8 +34,11 @@ class PipelinePasses:
     """
 
     def __init__(self, steps: StepControl) -> None:
-        engine, mesh = steps.parts.engine, steps.parts.mesh
-        self._steps, self._engine, self._mesh = steps, engine, mesh
+        engine = steps.parts.engine
+        mesh = steps.parts.mesh
+        self._steps = steps
+        self._engine = engine
+        self._mesh = mesh
         self._device = steps.parts.device
         self._module: PipelineStage = engine.module
         self._is_folded = isinstance(engine.module, FoldedStages)
@@ -74,11 +77,12 @@ class PipelinePasses:
             inputs += inputs[-1:] * (2 * self._mesh.pp.size - count)
         self._set_shape(inputs[0])
         self._module.feed(lambda: ((batch, None) for batch in inputs))
-        engine, of_step = self._engine, self._engine.micro_batches
+        engine = self._engine
+        micro_batches = self._engine.micro_batches
         engine.total_loss = None  # of another shape after a training step
         engine.micro_batches = len(inputs)  # from which DualPipeV numbers its buffers
         engine.eval_batch(None, reduce_output=None, bcast_loss=False, num_micro_batches=len(inputs))
-        engine.micro_batches = of_step
+        engine.micro_batches = micro_batches
         self._release_passes()
         sums = self._steps.sum(self._module.losses[:count])
         source = self._mesh.pp.ranks[0 if self._is_folded else -1]
@@ -123,7 +127,7 @@ class PipelinePasses:
         copies drift apart. So the first replica gets the sum of all and the other replicas get
         zeros, which have the same sum in any order. The sum of two replicas has only one order.
         """
-        replicas = self._mesh.dp_sp
+        replicas = self._mesh.replicas
         self._steps.gradients.send()  # in one order with the sums below, on every replica
         for weight, group in self._module.get_tied_weights_and_groups():
             candidates = (

@@ -14,23 +14,27 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor
 
-from megatron_ds.config import Config, PrecisionConfig
+from megatron_ds.config import Config, OptimizerConfig, PrecisionConfig
 from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import in_effect
+from megatron_ds.config.options.optimizer_specs import MOMENT_TYPES, OptimizerSpec
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config.generate import adam_kernel
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.settings import EngineSettings, LossScaleSettings
 from megatron_ds.launch.output import columns
-from megatron_ds.model.spec.architecture import is_matrix, run_spec
+from megatron_ds.model.declaration.architecture import is_matrix, run_spec
 from megatron_ds.model.stages import rank_layers
 
-ON_DEVICE, ON_HOST = "device", "host"
+ON_DEVICE = "device"
+ON_HOST = "host"
 StateBytes = dict[str, dict[str, int]]
 """ON_DEVICE or ON_HOST -> kind of state -> bytes of this process."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Our names of number formats, and torch's."""
+FUSED = " (fused)"
+"""Suffix of the names of optimizers with torch's fused kernel."""
 OFFLOAD_SWITCHES = {
     "optimizer_offload": ("swap_optimizer", "cpu_offload", "offload_optimizer"),
     "param_offload": ("params_in_nvme_and_cpu", "offload_param"),
@@ -54,7 +58,7 @@ def check(parts: EngineParts) -> EngineSettings:
     """
     expected = _expected_settings(parts)
     actual: dict[str, dict[Any, None]] = {}  # sets in order
-    for name, value in _actual_settings(parts.engine):
+    for name, value in _actual_settings(parts.engine, parts.config.optimizer.spec):
         actual.setdefault(name, {})[value] = None
     rows = [("setting", "expected", "actual")]
     for name, want in vars(expected).items():
@@ -105,26 +109,28 @@ def loaded_ops() -> list[str]:
 
 def _expected_settings(parts: EngineParts) -> EngineSettings:
     """The settings that a configuration asks for."""
-    config, ds_config = parts.config, parts.ds_config
+    config = parts.config
+    ds_config = parts.ds_config
     scaler = getattr(parts.engine.optimizer, "loss_scaler", None)
-    layers, decay = rank_layers(config)[parts.mesh.pp.rank], config.optimizer.weight_decay
+    layers = rank_layers(config)[parts.mesh.pp.rank]
+    decay = config.optimizer.weight_decay
     matrices = run_spec(config).sizes(layers, is_matrix).total()
-    precision, options, dp_size = config.precision, config.optimizer, parts.mesh.dp.size
+    precision = config.precision
+    options = config.optimizer
+    dp_size = parts.mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed
-    betas = dict.fromkeys(("adam", "muon", "soap"), (options.adam_beta1, options.adam_beta2))
+    spec = options.spec
     return EngineSettings(
         zero_stage=config.zero_stage,
-        dp_size=parts.mesh.dp_sp.size,
+        dp_size=parts.mesh.replicas.size,
         accumulation_steps=config.final_global_batch_size(dp_size)
         // (config.schedule.micro_batch_size * dp_size),
         optimizer=_expected_optimizer(config, ds_config),
-        betas=(betas | {"lion": (options.lion_beta1, options.lion_beta2)}).get(options.optimizer),
-        epsilon=options.adam_eps if options.optimizer in betas else None,
-        momentum={"sgd": options.sgd_momentum, "muon": options.muon_momentum}.get(
-            options.optimizer
-        ),
-        orthogonalized=matrices if options.matrix_states else None,
+        betas=tuple(getattr(options, name) for name in spec.betas) or None,
+        epsilon=_value_of(options, "eps"),
+        momentum=_value_of(options, "momentum"),
+        matrices=None if spec.matrices is None else matrices,
         weight_decay=tuple(decay * factors.weight_decay for factors in parts.multipliers),
         clip_grad=options.clip_grad,
         param_dtype=DTYPES[precision.name],
@@ -140,16 +146,19 @@ def _expected_settings(parts: EngineParts) -> EngineSettings:
     )
 
 
+def _value_of(options: OptimizerConfig, key: str) -> float | None:
+    """The value of the option of a key of the optimizer's block; None without one."""
+    name = options.spec.option_of(key)
+    return None if name is None else float(getattr(options, name))
+
+
 def _expected_optimizer(config: Config, ds_config: Mapping[str, Any]) -> str:
-    if config.optimizer.has_8_bit_moments:
-        return "AdamW8bit"
-    if config.optimizer.moment_dtypes and config.optimizer.optimizer == "adam":
-        return f"AdamW{' (fused)' if ds_config['optimizer']['params']['fused'] else ''}"
-    if config.optimizer.optimizer != "adam":
-        return {"sgd": "SGD", "lion": "Lion", "muon": "Muon", "soap": "SOAP"}[
-            config.optimizer.optimizer
-        ]
-    return adam_kernel(config, ds_config).value
+    spec = config.optimizer.spec
+    if not spec.has_kernels:
+        return spec.title
+    if not config.optimizer.moment_dtypes:
+        return adam_kernel(config, ds_config).value
+    return f"{spec.title}{FUSED if ds_config['optimizer']['params']['fused'] else ''}"
 
 
 def _expected_loss_scale(precision: PrecisionConfig, scaler: Any) -> LossScaleSettings | None:
@@ -166,9 +175,16 @@ def _expected_loss_scale(precision: PrecisionConfig, scaler: Any) -> LossScaleSe
     )
 
 
-def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
-    """All values that the parts of an engine have for the fields of EngineSettings."""
-    stage, optimizer, basic = _read_stage(engine), engine.optimizer, engine.basic_optimizer
+def _actual_settings(engine: Any, spec: OptimizerSpec) -> Iterator[tuple[str, Any]]:
+    """All values that the parts of an engine have for the fields of EngineSettings.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        spec: Declaration of its optimizer, with the names of its states.
+    """
+    stage = _read_stage(engine)
+    optimizer = engine.optimizer
+    basic = engine.basic_optimizer
     yield "zero_stage", stage
     yield "dp_size", engine.dp_world_size  # the divisor of gradients
     group = getattr(optimizer, "dp_process_group", None)
@@ -178,8 +194,10 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
     name = type(basic).__name__
     if type(basic).__module__.partition(".")[0] == "apex":
         name += " of apex"
-    if name not in ("Muon", "SOAP") and any(group.get("fused") for group in basic.param_groups):
-        name += " (fused)"
+    matrices = getattr(basic, "matrix_count", None)
+    # Optimizers of matrices update only what is no matrix by the kernel.
+    if matrices is None and any(group.get("fused") for group in basic.param_groups):
+        name += FUSED
     # DeepSpeed's Adam kernels are Adam with L2 regularization unless configured otherwise.
     is_decoupled = getattr(basic, "adam_w_mode", True)
     yield "optimizer", name if is_decoupled else f"{name} without decoupled decay"
@@ -188,10 +206,11 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
         yield "epsilon", group.get("eps")
         yield "momentum", group.get("momentum")
     types = getattr(basic, "state_types", {})
-    names = ("exp_avg", "exp_avg_sq") if types else ()
-    dtypes = (str(types.get(name, torch.float32)) for name in names)
+    names = {state.dtype: state.name for state in spec.states}
+    options = MOMENT_TYPES if types else ()
+    dtypes = (str(types.get(names.get(option, ""), torch.float32)) for option in options)
     yield "moment_dtypes", tuple(dtype.removeprefix("torch.") for dtype in dtypes)
-    yield "orthogonalized", getattr(basic, "matrix_count", None)
+    yield "matrices", matrices
     yield "weight_decay", tuple(group["weight_decay"] for group in basic.param_groups)
     # Without ZeRO the engine clips; with it the optimizer does, by its own copy.
     yield "clip_grad", engine.gradient_clipping() if stage == 0 else optimizer.clip_grad
@@ -207,7 +226,8 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _actual_dtypes(engine: Any, stage: int) -> Iterator[tuple[str, torch.dtype]]:
-    optimizer, parameters = engine.optimizer, list(engine.module.parameters())
+    optimizer = engine.optimizer
+    parameters = list(engine.module.parameters())
     gradients = [parameter.grad_dtype or parameter.dtype for parameter in parameters]
     if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
         accumulated = [flat.dtype for flat in optimizer.fp32_groups_gradients_flat]

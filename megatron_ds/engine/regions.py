@@ -19,7 +19,6 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from megatron_ds.config.data_files import read_table
 from megatron_ds.engine.deepspeed.patches import replaced
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.model.block import Block
@@ -29,12 +28,50 @@ Open = Callable[[str], AbstractContextManager[object]]
 """Opens the region of a name. Regions of a thread are nested."""
 
 BATCHES = "batch-generator"
-FORWARD, BACKWARD, OPTIMIZER = "forward-compute", "backward-compute", "optimizer"
-"""Under the names of Megatron's timers, as the instructions."""
-TABLES = read_table(__file__)
-PASSES: dict[str, str] = TABLES["passes"]
-INSTRUCTIONS = {getattr(schedule, name): region for name, region in TABLES["instructions"].items()}
-COLLECTIVES, CAPTURED, AXES = (TABLES[name] for name in ("collectives", "captured", "axes"))
+FORWARD = "forward-compute"
+"""Forward pass, by the name of Megatron's timer."""
+BACKWARD = "backward-compute"
+"""Backward pass, by the name of Megatron's timer."""
+OPTIMIZER = "optimizer"
+"""Step of the optimizer, by the name of Megatron's timer."""
+PASSES = {"forward": FORWARD, "backward": BACKWARD, "step": OPTIMIZER}
+"""Regions of the methods of DeepSpeed's engine."""
+INSTRUCTIONS = {
+    schedule.ForwardPass: FORWARD,
+    schedule.BackwardPass: BACKWARD,
+    schedule.OptimizerStep: OPTIMIZER,
+    schedule.ReduceGrads: "all-grads-sync",
+    schedule.ReduceTiedGrads: "embedding-grads-all-reduce",
+    schedule.SendActivation: "forward-send",
+    schedule.RecvActivation: "forward-recv",
+    schedule.SendGrad: "backward-send",
+    schedule.RecvGrad: "backward-recv",
+    schedule.CommitP2P: "forward-backward-send-forward-backward-recv",
+}
+"""Regions of the instructions of a pipeline's schedule."""
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "batch_isend_irecv",
+    "barrier",
+    "all_gather_object",
+    "broadcast_object_list",
+)
+"""Functions of torch.distributed, through which DeepSpeed communicates, too. Not isend and irecv,
+which are also values: torch compares the operations of a batch with them."""
+CAPTURED = ("all_gather_function", "reduce_scatter_function")
+"""Attributes of DeepSpeed's communication backend that are such functions."""
 
 
 @contextmanager
@@ -64,8 +101,9 @@ def mark_collectives(mesh: Mesh, open_region: Open) -> Iterator[None]:
     name is the wait for it.
     """
     axes: dict[Any, str] = {}
-    for name in sorted(AXES, key=lambda name: getattr(mesh, name).size == 1):
-        axes.setdefault(getattr(mesh, name).handle, name)
+    # Among groups with equal ranks, the first one names the collectives.
+    for name, group in sorted(mesh.groups().items(), key=lambda item: item[1].size == 1):
+        axes.setdefault(group.handle, name)
     axes.setdefault(dist.group.WORLD, "world")
     with ExitStack() as stack:
         for name in COLLECTIVES:
@@ -161,7 +199,8 @@ def _marked(function: Callable[..., Any], region: str, open_region: Open) -> Cal
 def _marked_collective(
     function: Callable[..., Any], axes: dict[Any, str], open_region: Open
 ) -> Callable[..., Any]:
-    operation, parameters = function.__name__, list(inspect.signature(function).parameters)
+    operation = function.__name__
+    parameters = list(inspect.signature(function).parameters)
     index = parameters.index("group") if "group" in parameters else None
 
     @functools.wraps(function)
@@ -182,7 +221,9 @@ class _Work:
     """A started collective, the wait for which is marked."""
 
     def __init__(self, work: dist.Work, region: str, open_region: Open) -> None:
-        self._work, self._region, self._open_region = work, region, open_region
+        self._work = work
+        self._region = region
+        self._open_region = open_region
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         with self._open_region(self._region):

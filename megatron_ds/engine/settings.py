@@ -36,12 +36,12 @@ class EngineSettings:
     """Micro-batches of each data-parallel rank per step, at the final batch size."""
     optimizer: str
     """Class of the optimizer, and whether it is the fused kernel."""
-    betas: tuple[float, float] | None
-    """Betas of AdamW (Muon's and SOAP's, too) or Lion; None for others."""
+    betas: tuple[float, ...] | None
+    """Decay rates of the averages, of AdamW in an optimizer of matrices; None without them."""
     epsilon: float | None
-    """Epsilon of AdamW (Muon's and SOAP's, too); None for others."""
+    """Epsilon of AdamW, also in an optimizer of matrices; None without AdamW."""
     momentum: float | None
-    """Momentum of SGD or Muon; None for other optimizers."""
+    """Momentum, for example of SGD or Muon; None for an optimizer without one."""
     weight_decay: tuple[float, ...]
     """Weight decay of each parameter group."""
     clip_grad: float
@@ -58,8 +58,8 @@ class EngineSettings:
     """None without fp16."""
     moment_dtypes: tuple[str, ...] = ()
     """Types of first and second moments; empty if they have the type of the master weights."""
-    orthogonalized: int | None = None
-    """Parameters that Muon or SOAP updates; None for other optimizers."""
+    matrices: int | None = None
+    """Parameters that are updated as matrices; None if the optimizer updates none as such."""
     hpz_size: int = 1
     """Ranks that share a second copy of the parameters (hpZ); 1 without one."""
     passed_keys: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Decides before the optimizer step whether a step exceeds the limits of its plan.
 
-The limits come from `schedules.spike_limits`. Every rank compares the same two numbers, so all of
-them skip the same steps.
+The limits come from `spike_limits.spike_limits`. Every rank compares the same two numbers, so all
+of them skip the same steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class SpikeGuard:
     """
 
     def __init__(self, limits: SpikeLimits | None, device: torch.device) -> None:
-        self._limits, self._device = limits, device
+        self._limits = limits
+        self._device = device
         self.losses: list[Tensor] = []
         """Losses of this rank's micro-batches, on the device; none if another stage computes them.
         Ranks of a model-parallel group have the same."""

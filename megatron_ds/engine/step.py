@@ -1,7 +1,9 @@
-"""What every step does, and its passes through a model that is not divided into stages.
+"""Training steps: the work that all of them share, and forward and backward of a model without
+pipeline stages.
 
-Owns the rates of a step, the seeds of its dropout, the weights of its losses, and the decision
-whether it is applied, for which it computes the gradient norm where DeepSpeed computes none.
+Owns the learning rates of a step, the seeds of its dropout, the weights of its losses, and the
+decision whether it is applied, for which it computes the gradient norm where DeepSpeed computes
+none.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.train_state import StepPlan, StepResult
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-"""What DeepSpeed's engine counts in a step, skipped or not."""
+"""Counters of DeepSpeed's engine that every step increases, skipped or not."""
 WeightedBatch = tuple[DeviceBatch, Tensor | None]
 """A micro-batch, and factors for `TokenLoss.weighted`; None for means over its tokens."""
 
@@ -40,7 +42,8 @@ class StepControl:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.parts, self._engine = parts, parts.engine
+        self.parts = parts
+        self._engine = parts.engine
         self.norms = ModelNorms(parts)
         self.gradients = FlatGradients(self._engine, self.norms.norm)
         has_scale = self._engine.fp16_enabled()
@@ -48,25 +51,32 @@ class StepControl:
         self.guard = SpikeGuard(None, parts.device)
         """Compares the step with its limits."""
         self._norm: Tensor | None = None
-        self._qk_clip, self._logits = QKClip(parts), dict[str, Tensor]()
-        self._skipped, self._was_exhausted = 0, False
-        self._before, self._scale_before = dict[str, int](), dict[str, Any]()
+        self._qk_clip = QKClip(parts)
+        self._logits = dict[str, Tensor]()
+        self._skipped = 0
+        self._was_exhausted = False
+        self._before = dict[str, int]()
+        self._scale_before = dict[str, Any]()
         self._before_update: Callable[[], object] = int
         if parts.stage == 0:
             parameters = [parameter for _, parameter in self.norms.parameters]
-            replicas = parts.mesh.dp_sp.size
+            replicas = parts.mesh.replicas.size
             spare_work_of_stage_0(self._engine, self._clip_gradients, parameters, replicas)
 
     def begin(self, plan: StepPlan, before_update: Callable[[], object]) -> None:
-        """Begin a step: set its batch size, its rates, and the scale of auxiliary losses."""
-        parts, engine, scale = self.parts, self._engine, self.loss_scale
+        """Begin a step: set its batch size, its learning rates, and the scale of auxiliary
+        losses."""
+        parts = self.parts
+        engine = self._engine
+        scale = self.loss_scale
         self._before_update = before_update
-        self._norm, self.guard = None, SpikeGuard(plan.limits, parts.device)
+        self._norm = None
+        self.guard = SpikeGuard(plan.limits, parts.device)
         self.gradients.begin_step(plan.num_micro_batches)
         micro_batch_size = plan.global_batch_size // (plan.num_micro_batches * parts.mesh.dp.size)
         if micro_batch_size != engine.train_micro_batch_size_per_gpu():
             engine.set_train_micro_batch_size(micro_batch_size)
-        engine.set_train_batch_size(plan.global_batch_size * parts.mesh.sp.size)
+        engine.set_train_batch_size(plan.global_batch_size * parts.mesh.sequence.size)
         rates = plan.lr, plan.weight_decay, plan.decoupled_lr
         set_lr_and_weight_decay(engine.optimizer.param_groups, parts.multipliers, *rates)
         self._skipped = engine.skipped_steps
@@ -94,7 +104,8 @@ class StepControl:
         gradients, the mean over all tokens of the step. The tokens must be counted before the first
         backward pass, so all micro-batches are read first.
         """
-        truncated, dp = _read_step(batches, plan), self.parts.mesh.dp
+        truncated = _read_step(batches, plan)
+        dp = self.parts.mesh.dp
         if not self._is_per_token:
             yield from ((batch, None) for batch in truncated)
             return
@@ -104,8 +115,10 @@ class StepControl:
         for batch in step_batches:
             tokens[0] += batch.num_counted()
             if depths:
-                masks = self.parts.model.masks_ahead(batch.tokens_BS, batch.loss_mask_BS)
-                tokens[1:] += torch.stack([mask.sum(dtype=torch.int64) for mask in masks])
+                weights = self.parts.model.weights_ahead(
+                    batch.tokens_BS, batch.loss_weights_BS, batch.documents
+                )
+                tokens[1:] += torch.stack([depth.sum(dtype=torch.int64) for depth in weights])
         if dp.size > 1:
             dist.all_reduce(tokens, group=dp.handle)
         factor = dp.size * plan.num_micro_batches / tokens.clamp(min=1).float()
@@ -133,7 +146,9 @@ class StepControl:
             plan: Plan of the step.
             loss: Mean loss of this data-parallel rank.
         """
-        guard, scale, rate = self.guard, self.loss_scale, plan.decoupled_lr
+        guard = self.guard
+        scale = self.loss_scale
+        rate = plan.decoupled_lr
         skipped = self._engine.skipped_steps > self._skipped
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return StepResult(
@@ -189,11 +204,13 @@ class ModelPasses:
     """
 
     def __init__(self, steps: StepControl) -> None:
-        self._steps, self._engine = steps, steps.parts.engine
+        self._steps = steps
+        self._engine = steps.parts.engine
 
     def train(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> Tensor:
         """Run the passes of a step that was begun, and apply it: this rank's mean loss."""
-        engine, losses = self._engine, self._steps.guard.losses
+        engine = self._engine
+        losses = self._steps.guard.losses
         if not engine.module.training:  # else it would visit every module in vain
             engine.train()
         for index, (batch, weight) in enumerate(self._steps.micro_batches(batches, plan)):
@@ -222,7 +239,7 @@ class ModelPasses:
 
     def _forward(self, batch: DeviceBatch) -> TokenLoss:
         loss: TokenLoss = self._engine(
-            batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, max_documents=batch.max_documents
+            batch.tokens_BS, batch.labels_BS, batch.loss_weights_BS, documents=batch.documents
         )
         return loss
 

@@ -68,15 +68,20 @@ class ZeroEngine:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        engine, config, self._mesh = parts.engine, parts.config, parts.mesh
-        self._parts, self._engine, self._stage = parts, engine, parts.stage
+        engine = parts.engine
+        config = parts.config
+        self._mesh = parts.mesh
+        self._parts = parts
+        self._engine = engine
+        self._stage = parts.stage
         saves_optimizer = not config.checkpoint.no_save_optim
         is_replicated = saves_optimizer and not engine.zero_optimization()
         replicated = engine.basic_optimizer if is_replicated else None
         self._experts = ExpertFiles(engine.module, parts.mesh, replicated)
         self._files = SafeCheckpointEngine(engine, self._experts, saves_optimizer=saves_optimizer)
         self._copies = HostStaging()
-        self.ds_config, self.startup_warnings = parts.ds_config, parts.startup_warnings
+        self.ds_config = parts.ds_config
+        self.startup_warnings = parts.startup_warnings
         self.module: nn.Module = engine.module
         self.model = parts.model
         self.settings = check(parts)
@@ -158,7 +163,7 @@ class ZeroEngine:
         return find_different_weights(weights, self._mesh, tied)
 
     def first_nonfinite_weight(self) -> str | None:
-        """The first parameter of this rank that is not finite; None if there is none. Local."""
+        """The first parameter of this rank that is not finite; None if all are finite. Local."""
         return self._steps.norms.first_nonfinite()
 
     def step_times(self) -> dict[str, float]:
@@ -178,14 +183,11 @@ class ZeroEngine:
         """Copy micro-batches to the device, each while the one before is computed. Local; taking
         a micro-batch is collective over the tensor-parallel group."""
         packing = self.model.attention.packing
-        has_ends = packing is not None and (packing.reset_attention or packing.has_marks)
-        counted = packing.eod if packing is not None and has_ends else None
-        device, sharing = self._parts.device, self._mesh.sp_tp
-        return DeviceBatches(batches, device, sharing, document_end=counted)
+        return DeviceBatches(batches, self._parts.device, self._mesh.same_batch, packing=packing)
 
-    def enter_stage(self, config: ModelConfig) -> None:
+    def enter_phase(self, config: ModelConfig) -> None:
         """Continue with the sequence length and the rotary positions of a stage. Local."""
-        self.model.enter_stage(config)
+        self.model.enter_phase(config)
 
     def train_step(
         self,

@@ -73,7 +73,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if scorer is None or tokenizer is None:
             scorer, tokenizer = self._load(load, batch_size, flags)
             atexit.register(self.close)
-        self._scorer, self._tokens = scorer, tokenizer
+        self._scorer = scorer
+        self._tokens = tokenizer
         self._length = scorer.model.config.seq_length
 
     def close(self) -> None:
@@ -102,7 +103,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Log-likelihoods of entire texts, in windows that do not overlap."""
-        texts, counts = [], []
+        texts = []
+        counts = []
         for (text,) in (request.args for request in requests):
             cut = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(text),
@@ -302,16 +304,23 @@ def run_loaded(
 
 @contextlib.contextmanager
 def quiet(*, on_first_rank: bool = True) -> Iterator[None]:
-    """Without the harness's log and progress bars; other threads of the process print."""
+    """Disables the harness's log and progress bars in the context. Other threads of the process can
+    still print."""
     if environment.rank() == 0 and not on_first_rank:
         yield
         return
-    modules, progress = (task_module, model_module), task_module.tqdm
-    disabled, had_bars = logging.root.manager.disable, not datasets.are_progress_bars_disabled()
+    modules = (task_module, model_module)
+    progress = task_module.tqdm
+
+    def without_bar(*items: Any, **options: Any) -> Any:
+        return progress(*items, **{**options, "disable": True})
+
+    disabled = logging.root.manager.disable
+    had_bars = not datasets.are_progress_bars_disabled()
     logging.disable()
     datasets.disable_progress_bars()
     for module in modules:
-        module.tqdm = lambda *items, **options: progress(*items, **{**options, "disable": True})
+        module.tqdm = without_bar
     try:
         yield
     finally:

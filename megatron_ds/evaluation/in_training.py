@@ -19,7 +19,7 @@ import torch
 
 from megatron_ds.config import EvaluationConfig
 from megatron_ds.config.devices import is_host
-from megatron_ds.config.monitoring.evaluation import FileTask
+from megatron_ds.config.options.evaluation import FileTask
 from megatron_ds.config.problems import Problem, collect, renaming_fields
 from megatron_ds.evaluation import texts
 from megatron_ds.evaluation.scoring import NOTHING, Score, ScoredText, Scorer
@@ -97,7 +97,8 @@ class TaskEvaluation:
             from megatron_ds.evaluation import harness
 
             with renaming_fields(**FLAGS), restored_random_states(self.device):
-                names, folders = options.harness_tasks, options.eval_tasks_include_path
+                names = options.harness_tasks
+                folders = options.eval_tasks_include_path
                 self._loaded.extend(harness.load_tasks(names, folders))
 
     def run(self, is_stopped: Callable[[], bool]) -> list[Result]:
@@ -132,7 +133,8 @@ class TaskEvaluation:
         return {key: value for key, value in figures.items() if isinstance(value, float)}
 
     def _file_result(self, task: FileTask, scorer: Scorer) -> Result:
-        name, figures = self._file_name(task.path), self._figures(task, scorer.score)
+        name = self._file_name(task.path)
+        figures = self._figures(task, scorer.score)
         if task.name == PERPLEXITY:
             return Result(name, figures, is_perplexity=True)
         return Result(f"{task.name}/{name}", figures)
@@ -148,7 +150,8 @@ class TaskEvaluation:
             return []
         from megatron_ds.evaluation import harness
 
-        fewshot, limit = self.options.eval_tasks_num_fewshot, self.options.eval_tasks_limit
+        fewshot = self.options.eval_tasks_num_fewshot
+        limit = self.options.eval_tasks_limit
         results = harness.run_loaded(self._loaded, scorer, self.tokenizer, fewshot, limit)
         return [Result(name, metrics) for name, metrics in results.items() if metrics]
 
@@ -156,7 +159,8 @@ class TaskEvaluation:
 @contextmanager
 def restored_random_states(device: torch.device) -> Iterator[None]:
     """Restores the random states of Python, NumPy and torch, which the harness seeds."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     on_device = {} if is_host(device.type) else {"device_type": device.type}
     with torch.random.fork_rng([device] if on_device else [], **on_device):
         try:

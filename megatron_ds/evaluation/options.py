@@ -24,6 +24,7 @@ class ModelOptions(GenerationOptions):
     """Model options; the model may be replicated over groups of processes."""
 
     micro_batch_size: int = option_field(8, minimum=1)
+    """Texts or windows per batch; does not affect the results."""
 
     @property
     def tp_size(self) -> int:
@@ -51,15 +52,29 @@ class Options(ModelOptions):
     PROGRAM: ClassVar[str] = "evaluate.py"
 
     task: str = option_field(PERPLEXITY, choices=TASKS)
+    """What is evaluated."""
     valid_data: tuple[str, ...] = option_field((), nargs="*", metavar="PATH")
+    """Files, URLs or folders with documents (JSON lines, parquet, arrow, csv, tsv or plain text by
+    suffix, optionally compressed), or prefixes of token files (.bin and .idx); LAMBADA's last words
+    are those of the documents."""
     json_keys: tuple[str, ...] = option_field(("text",), nargs="*", metavar="KEY")
+    """Keys of the texts of a document."""
     overlapping_eval: int = option_field(32, minimum=1)
+    """Tokens by which a window is moved; all but these give context. A larger number is faster and
+    gives a higher perplexity; at least the sequence length: windows do not overlap."""
     strict_lambada: bool = option_field(False, only_with=when(task=LAMBADA))
+    """Predict the complete last word instead of the last token."""
     tasks: tuple[str, ...] = option_field((), nargs="*", metavar="NAME", aliases=("task-list",))
+    """Names of tasks of lm-evaluation-harness, instead of --task; a list may be separated by
+    commas."""
     num_fewshot: int | None = _of_tasks(None, minimum=0)
+    """Examples before each question (default: the task's)."""
     limit: int | None = _of_tasks(None, minimum=1)
+    """Questions of each task (default: all)."""
     include_path: tuple[str, ...] = _of_tasks((), nargs="*", metavar="FOLDER")
+    """Folders with tasks of your own (YAML)."""
     output: str | None = option_field(None, metavar="FILE", aliases=("results-path",))
+    """Output file (JSON)."""
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()

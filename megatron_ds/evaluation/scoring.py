@@ -104,10 +104,13 @@ class Scorer:
                 in lockstep then compute all of them.
         """
         order = sorted(range(len(items)), key=lambda index: -length(items[index]))
-        rank, size = self.mesh.dp.rank, self.mesh.dp.size
+        rank = self.mesh.dp.rank
+        size = self.mesh.dp.size
         if self.in_lockstep and passes_vary:
-            rank, size = 0, 1
-        indices, most = order[rank::size], len(order[::size])
+            rank = 0
+            size = 1
+        indices = order[rank::size]
+        most = len(order[::size])
         results: dict[int, Result] = {}
         for start in range(0, most, self.batch_size):
             self.before_batch()
@@ -126,13 +129,14 @@ class Scorer:
         device = next(self.model.parameters()).device
         longest = max(len(text.ids) for text in texts) - 1
         tokens_BS = torch.zeros(len(texts), longest, dtype=torch.long)
-        positions, targets = [], []
+        positions = []
+        targets = []
         for row, (ids, scored) in enumerate(texts):
             end = len(ids) - 1
             tokens_BS[row, :end] = torch.tensor(ids[:-1])
             positions.append(torch.arange(end - scored, end) * len(texts) + row)
             targets.append(torch.tensor(ids[len(ids) - scored :]))
-        x_SBH = self.model(tokens_BS.to(device), hidden_only=True)
+        x_SBH = self.model.hidden(tokens_BS.to(device))
         positions_N, targets_N = (torch.cat(pieces).to(device) for pieces in (positions, targets))
         x_NH = x_SBH.flatten(0, 1)[positions_N]
         pairs = zip(x_NH.split(LOGITS_TOKENS), targets_N.split(LOGITS_TOKENS), strict=True)
@@ -171,7 +175,8 @@ def windows(ids: Sequence[int], length: int, stride: int) -> Iterator[ScoredText
     Args:
         ids: The text.
         length: Largest number of tokens that the model reads at a time.
-        stride: From 1 to `length`, where windows do not overlap.
+        stride: Tokens between the beginnings of windows, from 1 to `length`, at which windows do
+            not overlap.
     """
     done = 0
     while done < len(ids) - 1:

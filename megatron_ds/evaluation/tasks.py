@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ds.config.monitoring.evaluation import FILE_TASKS
+from megatron_ds.config.options.evaluation import FILE_TASKS
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # which imports torch
     from megatron_ds.evaluation.scoring import Score, ScoredText
 
-TASKS = PERPLEXITY, WIKITEXT, LAMBADA = FILE_TASKS
+TASKS = FILE_TASKS
+PERPLEXITY, WIKITEXT, LAMBADA = FILE_TASKS
 
 PUNCTUATION = (
     ("s '", "s'"),
@@ -141,7 +142,8 @@ class Task:
         if self.is_strict and words:
             start = text.content.rstrip().removesuffix(words[-1]).rstrip()
             last = self.tokenizer.encode(f" {words[-1]}")
-            ids, scored = [*self._encode(start), *last], len(last)
+            ids = [*self._encode(start), *last]
+            scored = len(last)
         if len(words) < 2 or scored >= len(ids):
             raise user_error("cloze-without-context", number=totals.documents)
         yield ScoredText(ids[-(self.length + 1) :], scored)
@@ -177,7 +179,8 @@ def without_wikitext_spaces(text: str) -> str:
     for old, new in PUNCTUATION:
         text = text.replace(old, new)
     for first, last in BRACKETS:
-        left, right = re.escape(first), re.escape(last)
+        left = re.escape(first)
+        right = re.escape(last)
         text = re.sub(rf"{left}\s*([^{right}]*?)\s*{right}", rf"{first}\1{last}", text)
     for old, new in OTHERS:
         text = text.replace(old, new)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ds.config.problems import Problem, collect, renaming_fields, user_error
-from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.kinds import is_token_file, open_token_file
 from megatron_ds.evaluation.tasks import Text
 from megatron_ds.preprocess.documents.document_readers import DocumentReader
 from megatron_ds.preprocess.documents.inputs import STDIN, InputSpec
@@ -14,11 +14,6 @@ from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextField
 from megatron_ds.tokenizer import Tokenizer
 
 VALID_DATA = "valid_data"
-
-
-def is_token_file(path: str) -> bool:
-    """Whether a path is the prefix of a pair .bin and .idx."""
-    return Path(f"{path}.idx").is_file() and Path(f"{path}.bin").is_file()
 
 
 def problems(
@@ -47,10 +42,10 @@ def read_texts(
 
     Args:
         paths: Files, URLs, folders, or prefixes of token files.
-        keys: Of the texts of a document.
-        tokenizer: Of token files.
+        keys: Keys of the texts of a document.
+        tokenizer: Tokenizer of token files.
         format: See `InputSpec`.
-        field: Which has the paths.
+        field: Option field of the paths, for error messages.
 
     Raises:
         UserError: If a document has no text.
@@ -73,7 +68,7 @@ def _documents(inputs: InputSpec, keys: Sequence[str]) -> Iterator[Text]:
 
 
 def _token_texts(prefix: str, tokenizer: Tokenizer) -> Iterator[Text]:
-    dataset = IndexedDataset(prefix)
+    dataset = open_token_file(prefix)
     for index in range(len(dataset)):
         ids = dataset.get(index).tolist()
         if ids[-1:] == [tokenizer.eod]:

@@ -4,7 +4,7 @@ Imports no torch; `megatron_ds.extend.layers` has the names that need it.
 """
 
 from megatron_ds.config import Config
-from megatron_ds.data.dataset_request import DatasetRequest
+from megatron_ds.data.own.dataset_request import DatasetRequest
 from megatron_ds.train_state import StepResult, TrainState
 from megatron_ds.training.extensions import Callback, Extensions
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord

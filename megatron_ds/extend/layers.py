@@ -2,12 +2,12 @@
 
 from megatron_ds.model.attention.self_attention import KeyValueCache
 from megatron_ds.model.block import Block
+from megatron_ds.model.declaration.parts import NormSpec
+from megatron_ds.model.declaration.residual import Residual
 from megatron_ds.model.layers import LayerBuilder
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext
-from megatron_ds.model.spec.parts import NormSpec
-from megatron_ds.model.spec.residual import Residual
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -145,10 +145,21 @@ def atomic_write(
         fsync_path(path.parent)
 
 
-def write_atomically(path: StrPath, content: bytes) -> FileRecord:
-    """Replace a file atomically and durably by this content."""
+def write_atomically(
+    path: StrPath, content: bytes, confirm: Callable[[], object] | None = None
+) -> FileRecord:
+    """Replace a file atomically and durably by this content.
+
+    Args:
+        path: The file to replace or create.
+        content: The new content.
+        confirm: Called when only the rename is left to do. Its error leaves the old file as it was.
+    """
     with atomic_write(path) as file:
         file.write(content)
+        if confirm is not None:
+            fsync_file(file)  # which may take long
+            confirm()
     return FileRecord.of(content)
 
 

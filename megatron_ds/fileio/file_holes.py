@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 
-KEEP_SIZE, PUNCH_HOLE = 1, 2
-"""Flags of fallocate(2)."""
+KEEP_SIZE = 1
+"""Flag of fallocate(2)."""
+PUNCH_HOLE = 2
+"""Flag of fallocate(2)."""
 
 
 def punch_hole(descriptor: int, start: int, size: int) -> None:

@@ -134,7 +134,8 @@ def locked(path: Path, policy: WaitPolicy) -> Iterator[bool]:
 
 
 def _acquire(path: Path, policy: WaitPolicy, reporter_lock: ExitStack) -> tuple[IO[bytes], bool]:
-    start, due = time.monotonic(), policy.report_after
+    start = time.monotonic()
+    due = policy.report_after
     reports: bool | None = None
     while True:
         with ExitStack() as undo:

@@ -91,10 +91,14 @@ class ObjectStore:
     def __str__(self) -> str:
         return self.url
 
+    def client(self) -> tuple[Any, str]:
+        """The fsspec file system, and the path of the URL in it."""
+        return self._fs, self._root
+
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Bytes of every file below a folder, which need not exist, by name.
 
-        Objects whose names are no paths inside the folder, such as `a//b` or `../c`, are left out.
+        Objects whose names are not paths inside the folder, such as `a//b` or `../c`, are left out.
 
         Raises:
             OSError: If the store does not answer, or has no such bucket.
@@ -123,7 +127,7 @@ class ObjectStore:
         return self._attempt(name, lambda: bytes(self._fs.cat_file(self._path(name))))
 
     def version(self, name: str) -> FileVersion | None:
-        """The version of a file; None if there is none.
+        """The version of a file; None if the file does not exist.
 
         Raises:
             OSError: If the store does not answer.
@@ -186,7 +190,8 @@ class ObjectStore:
         def copy() -> None:
             self._fs.put_file(str(path), self._path(name))
             self._fs.invalidate_cache()
-            expected, actual = path.stat().st_size, self._fs.info(self._path(name))["size"]
+            expected = path.stat().st_size
+            actual = self._fs.info(self._path(name))["size"]
             if actual != expected:
                 raise OSError(f"has {actual} bytes after the upload of {expected}")
 
@@ -319,13 +324,32 @@ def _as_os_error(name: str) -> Iterator[None]:
         text = str(error).strip().partition("\n")[0] or type(error).__name__
         error_type = next((cls for cls in FINAL_ERRORS if isinstance(error, cls)), _Transient)
         if "NoSuchBucket" in str(error):
-            text, error_type = "there is no such bucket", PermissionError
+            text = "there is no such bucket"
+            error_type = PermissionError
         elif re.search(DENIED, f"{type(error).__name__} {error}"):
             error_type = PermissionError
         elif type(error).__name__ == "InvalidPathError":
             text = f"{text}. Rename or delete this object, or install s3fs, by which it is left out"
             error_type = IsADirectoryError  # final
         raise error_type(f"{name}: {text}") from error
+
+
+def register_client(scheme: str) -> None:
+    """Lets fsspec serve a scheme by obstore if its own package for it is not installed.
+
+    Raises:
+        ImportError: If obstore is not installed, either.
+    """
+    import fsspec
+
+    if scheme not in OBJECT_SCHEMES:
+        return
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError:
+        import obstore.fsspec
+
+        obstore.fsspec.register(scheme)
 
 
 def _open_filesystem(url: str, scheme: str) -> Any:
@@ -337,15 +361,8 @@ def _open_filesystem(url: str, scheme: str) -> Any:
 
     options: dict[str, Any] = {"auto_mkdir": True} if scheme in FILE_SCHEMES else {}
     try:
-        try:
-            cls = fsspec.get_filesystem_class(scheme)
-        except ImportError:
-            if scheme not in OBJECT_SCHEMES:
-                raise
-            import obstore.fsspec
-
-            obstore.fsspec.register(scheme)
-            cls = fsspec.get_filesystem_class(scheme)
+        register_client(scheme)
+        cls = fsspec.get_filesystem_class(scheme)
         if cls.__module__.startswith("obstore"):
             options["retry_config"] = RETRY_OF_OBSTORE
         options |= cls._get_kwargs_from_urls(url)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -41,14 +42,22 @@ FORMAT_VERSION = 2
 """Increased when the meaning of a recorded setting changes; other versions are refused."""
 WORK_SUFFIX = ".work"
 """Suffix of the work folder, next to the output."""
-RECORD, SETTINGS, LOCK = "record.json", "settings.json", "lock"
+RECORD = "record.json"
+SETTINGS = "settings.json"
+LOCK = "lock"
 COMMIT_SECONDS = 10.0
 """Interval of time-based commits. A run that fails earlier leaves nothing."""
-COMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
+
+
+def _gzip(raw: BinaryIO) -> gzip.GzipFile:
     # Neither name nor time, so that the same content gives the same bytes.
-    ".gz": lambda raw: gzip.GzipFile("", "wb", 6, raw, mtime=0),
-    ".bz2": lambda raw: bz2.BZ2File(raw, "wb"),
-    ".xz": lambda raw: lzma.LZMAFile(raw, "wb"),  # noqa: SIM115
+    return gzip.GzipFile("", "wb", 6, raw, mtime=0)
+
+
+COMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".gz": _gzip,
+    ".bz2": partial(bz2.BZ2File, mode="wb"),
+    ".xz": partial(lzma.LZMAFile, mode="wb"),
 }
 """Compressions of output files: formats in which concatenated members are one file."""
 LENGTH = struct.Struct("<I")
@@ -100,7 +109,8 @@ class GrowingFile:
             self._stream = None
             self._raw.flush()
         size = os.fstat(self._raw.fileno()).st_size
-        grown, self.committed = size != self.committed, size
+        grown = size != self.committed
+        self.committed = size
         return self._raw if grown else None
 
     def close(self) -> None:
@@ -109,7 +119,8 @@ class GrowingFile:
             if file is not None:
                 with suppress(OSError):
                     file.close()
-        self._raw = self._stream = None
+        self._raw = None
+        self._stream = None
 
 
 @dataclass
@@ -189,7 +200,8 @@ class ResumableOutput:
         if record is not None:
             self._check_settings(_read(self.folder / SETTINGS) or {}, str(self.folder))
             self._has_settings = True
-            self.progress, self.finished = record["progress"], record["finished"]
+            self.progress = record["progress"]
+            self.finished = record["finished"]
         for name, suffix in self.names.items():
             size = 0 if record is None else record["sizes"][name]
             if not self.finished:
@@ -220,7 +232,8 @@ class ResumableOutput:
                 self.warn(Problem("completed-output-changed", path=path, size=size))
                 return False
         self.progress = record["progress"]
-        self.finished = self.published = True
+        self.finished = True
+        self.published = True
         return True
 
     def _check_settings(self, before: Mapping[str, Any], location: str) -> None:
@@ -284,7 +297,7 @@ class ResumableOutput:
         """Make all that was written so far survive a kill, in the background.
 
         Args:
-            progress: What `progress` is when the job is resumed from here.
+            progress: Value of `progress` when the job is resumed from this commit.
             finished: Whether nothing more will be written. The commit is complete on return then.
 
         Raises:
@@ -298,7 +311,8 @@ class ResumableOutput:
         self._last_commit = time.monotonic()
         if finished:
             self._wait()
-            self.progress, self.finished = json.loads(json.dumps(progress)), True
+            self.progress = json.loads(json.dumps(progress))
+            self.finished = True
 
     def _make_durable(self, files: Sequence[BinaryIO], record: bytes) -> None:
         for file in files:
@@ -327,8 +341,8 @@ class ResumableOutput:
 
         Args:
             finals: Final path by name in the work folder, in the order of renaming.
-            stale: By name, files to remove before this file is renamed: older files that must not
-                exist next to the new one.
+            stale: Older files that must not exist next to a new one, by its name; they are removed
+                before it is renamed.
         """
         assert self.finished
         for file in self.files.values():
@@ -419,7 +433,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     try:
         parsed = json.loads(data)
-        content, digest = parsed["content"], parsed["sha256"]
+        content = parsed["content"]
+        digest = parsed["sha256"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     if digest != _digest(json.dumps(content)):

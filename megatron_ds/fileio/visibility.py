@@ -10,7 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 VISIBLE_WITHIN_S = 30.0
 """Time within which a file system shows what another host has written."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
+FIRST_PAUSE_S = 0.01
+LONGEST_PAUSE_S = 1.0
 STALE_ATTEMPTS = 5
 
 
@@ -20,7 +21,8 @@ def retry(look: Callable[[], T], wanted: object) -> T:
     Returns:
         The result of the last call.
     """
-    end, pause = time.monotonic() + VISIBLE_WITHIN_S, FIRST_PAUSE_S
+    end = time.monotonic() + VISIBLE_WITHIN_S
+    pause = FIRST_PAUSE_S
     while (seen := look()) != wanted and time.monotonic() < end:
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)

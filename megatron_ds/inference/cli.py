@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_ds.cli.command import fail, parse, table_of
-from megatron_ds.config import Config, ModelConfig, flag_of
-from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.options.checkpoint import missing_folder
+from megatron_ds.config import Config, ModelConfig, fields_that_only_decide, flag_of
+from megatron_ds.config.fields import Decides, option_field, option_group
 from megatron_ds.config.problems import Problem, option
+from megatron_ds.conversion.foreign.recognition import location_problems
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.ranks import distributed
 from megatron_ds.loading.merge import MergeOptions, merge_sources, open_all
@@ -34,8 +34,7 @@ T = TypeVar("T")
 ENDLESS_MINUTES = 60.0 * 24 * 365
 """Timeout of the other ranks while a person types on rank 0."""
 RUNTIME_FIELDS = ("distributed_backend", "distributed_timeout_minutes")
-FREE_MODEL_FIELDS = ("attention_dropout", "hidden_dropout", "init_method_std", "z_loss_coeff")
-"""Fields without a meaning for generation, so that any value agrees with the checkpoint."""
+"""Fields of the run that generation uses, other than the fields of model and tokenizer."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -44,12 +43,22 @@ class CheckpointOptions:
     """The checkpoint and how it is loaded."""
 
     load: str = option_field("", metavar="FOLDER", required=True)
+    """Folder of a training run's checkpoints (--save), of which the last one is loaded, a single
+    checkpoint, or weights in any format that tools/convert_checkpoint.py reads; hf:FOLDER names the
+    format, and hf:OWNER/NAME a model of the Hugging Face Hub. FOLDER may be a URL such as
+    s3://BUCKET/FOLDER."""
     merge_with: tuple[str, ...] = option_field((), nargs="*", metavar="FOLDER")
+    """Further checkpoints of the same model, whose weights are merged with those of --load, as by
+    tools/merge_checkpoints.py, but not written."""
     merging: MergeOptions = option_group(MergeOptions())
     tensor_model_parallel_size: int | None = option_field(None, aliases=("model-parallel-size",))
+    """Degree of tensor parallelism; may differ from training (default: number of processes)."""
     fp32: bool = option_field(False)
+    """Compute in fp32 instead of the type used in training."""
     bf16: bool = option_field(False)
+    """Compute in bf16 instead of the type used in training."""
     fp16: bool = option_field(False)
+    """Compute in fp16 instead of the type used in training."""
 
     @property
     def precision(self) -> str | None:
@@ -61,9 +70,10 @@ class CheckpointOptions:
         Args:
             is_replicated: Whether several groups of processes may have the model.
         """
-        tp_size, processes = self.tensor_model_parallel_size, environment.world_size()
+        tp_size = self.tensor_model_parallel_size
+        processes = environment.world_size()
         for location in (self.load, *self.merge_with):
-            yield from missing_folder(location)
+            yield from location_problems(location)
         if is_replicated and processes % (tp_size or 1):
             yield Problem("evaluation-needs-whole-models", tp_size=tp_size, processes=processes)
         elif not is_replicated and tp_size not in (None, processes):
@@ -120,9 +130,11 @@ def model_conflicts(
         # A NullTokenizer's end-of-document id is added to the flag's number.
         "vocab_size": model.vocab_size - null_tokenizer,
     }
+    # Without a meaning for generation, so that any value agrees with the checkpoint.
+    free = fields_that_only_decide(Decides.TRAINING | Decides.INITIAL_VALUES | Decides.LAYOUT)
     for name, value in values.items():
         saved = effective.get(name, getattr(model, name))
-        if value != saved and name not in FREE_MODEL_FIELDS:
+        if value != saved and name not in free:
             yield Problem("flag-differs-from-checkpoint", name, value=value, saved=saved)
 
 
@@ -184,15 +196,15 @@ def loaded_model(
     """Initializes the process group, and shards the model over it. Destroys it at the end.
 
     Args:
-        options: How the model is loaded.
+        options: Options of the loading of the model.
         source: The weights.
         endless: Whether ranks wait for each other indefinitely, unless a flag limits it.
     """
     from megatron_ds.conversion.registry import open_source
     from megatron_ds.inference import load_checkpoint
     from megatron_ds.inference.generation.packed_weights import pack_weights
-    from megatron_ds.model.experts.grouped import try_grouped_products
-    from megatron_ds.parallel.half_products import replace_slow_products
+    from megatron_ds.model.experts.grouped import try_grouped_matmuls
+    from megatron_ds.model.kernels.half_products import replace_slow_products
     from megatron_ds.parallel.mesh import Mesh
 
     config = options.training.runtime
@@ -212,7 +224,7 @@ def loaded_model(
         model = load_checkpoint.load_model(source, mesh, here.device, precision=precision)
         which = next(model.parameters()).dtype, here.device
         for note in filter(
-            None, (replace_slow_products(*which), try_grouped_products(model, *which))
+            None, (replace_slow_products(*which), try_grouped_matmuls(model, *which))
         ):
             log_rank0(f"WARNING: {note.render()}")
         source.release()

@@ -38,7 +38,7 @@ def continue_prompts(
     Args:
         model: This rank's shard of the model, in evaluation mode.
         prompts: Ids of each prompt.
-        config: How prompts are continued.
+        config: Options of generation.
         indexes: Number of each prompt (default: from 0). With the seed it determines the random
             stream, so that a prompt's sample does not depend on the other prompts in the batch.
         should_continue: See `ShouldContinue`.

@@ -53,9 +53,12 @@ def load_tokenizer(
     # A NullTokenizer's end-of-document id is not counted in its --vocab-size.
     uncounted = config.tokenizer_type == "NullTokenizer"
     tokenizer = build_tokenizer(config, model.vocab_size - uncounted)
-    size, wanted = tokenizer.vocab_size, model.vocab_size
-    if size != wanted and not (may_be_smaller and size < wanted):
-        raise user_error("tokenizer-does-not-match-model", vocab_size=size, model_vocab_size=wanted)
+    size = tokenizer.vocab_size
+    vocab_size = model.vocab_size
+    if size != vocab_size and not (may_be_smaller and size < vocab_size):
+        raise user_error(
+            "tokenizer-does-not-match-model", vocab_size=size, model_vocab_size=vocab_size
+        )
     return tokenizer
 
 

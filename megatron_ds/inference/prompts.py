@@ -75,7 +75,8 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
     Raises:
         UserError: With a problem for each text that cannot be encoded.
     """
-    prompts, problems = list[Prompt](), list[Problem]()
+    prompts = list[Prompt]()
+    problems = list[Problem]()
     for index, text in enumerate(texts, start=1):
         try:
             text.encode()  # bytes of a terminal that are not UTF-8 become lone surrogates

@@ -15,14 +15,14 @@ from pathlib import Path
 from megatron_ds.launch.watch.liveness import ProcessHandle
 
 FUTILE = 3
-"""Attempts that fail equally, after which there is no other."""
+"""Number of attempts with the same failure after which the job is not started again."""
 
 
 def end_if_futile(failure: str, launcher: ProcessHandle) -> bool:
     """Ends torchrun if another attempt would most likely fail like this one.
 
     Args:
-        failure: What has failed, and at which iteration: equal only if there was no progress.
+        failure: Description of the failure and its iteration: equal only if there was no progress.
         launcher: The agent of torchrun, which starts the attempts.
 
     Returns:
@@ -31,7 +31,8 @@ def end_if_futile(failure: str, launcher: ProcessHandle) -> bool:
     names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
     attempt, last = (int(os.environ.get(name) or 0) for name in names)
     name = f"megatron_ds-attempts-{launcher.pid}-{launcher.started}"
-    path, failures = Path(tempfile.gettempdir(), name), {}
+    path = Path(tempfile.gettempdir(), name)
+    failures = {}
     with suppress(OSError, ValueError, TypeError):
         failures = dict(json.loads(path.read_text()))
     failures[str(attempt)] = failure

@@ -17,6 +17,7 @@ import os
 import shlex
 import shutil
 import sysconfig
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ BUILD_SILENCE_S = 480.0
 """Time without a change in the folder of an op after which nobody builds it. Shorter than the
 default timeout of the collective in which the other ranks wait."""
 OLD_S = 7200.0
-"""Age of the last change after which nobody builds it; clocks of hosts may be an hour apart."""
+"""Age of the last change after which nobody builds it."""
 POLL_S = 0.5
 
 
@@ -49,7 +50,7 @@ class CppOp:
     Attributes:
         name: Its folder and file below TORCH_EXTENSIONS_DIR.
         builder: Its class in deepspeed.ops.op_builder.
-        purpose: What it is needed for.
+        purpose: Feature that needs the op.
     """
 
     name: str
@@ -165,16 +166,19 @@ def find_stale_lock(op: CppOp) -> str | None:
     It may run in another container, or on another host that shares the folder.
 
     Returns:
-        Why the op's lock is stale; None if there is none, or if a process of this host holds it.
+        Why the op's lock is stale; None without a lock, or if a process of this host holds it.
     """
-    lock, seen, since = op.folder / LOCK, 0, time.monotonic()
+    lock = op.folder / LOCK
+    seen = 0
+    since = time.monotonic()
+    old_ns = _old_since_ns(op) if lock.exists() else 0
     while (lock_id := _file_id(lock)) and not _is_held(lock_id):
         changed = max(sum(_file_id(path)[2:]) for path in (op.folder, *op.folder.iterdir()))
         if changed != seen:
-            seen, since = changed, time.monotonic()
-        is_old = time.time() - changed / 1e9 > OLD_S
+            seen = changed
+            since = time.monotonic()
         reason = _describe_dead_builder(op, lock_id)
-        if is_old or time.monotonic() - since > BUILD_SILENCE_S:
+        if changed < old_ns or time.monotonic() - since > BUILD_SILENCE_S:
             reason = reason or "no process of this host holds it, and its folder has not changed"
         if reason and _file_id(lock) == lock_id:  # not released or taken again meanwhile
             return reason
@@ -182,9 +186,20 @@ def find_stale_lock(op: CppOp) -> str | None:
     return None
 
 
+def _old_since_ns(op: CppOp) -> int:
+    """Time before which a change was long ago, by the clock of the file system: this host's may
+    differ. 0 if it is unknown, because the folder is not writable."""
+    try:
+        with tempfile.TemporaryFile(dir=op.folder.parent) as file:
+            return os.fstat(file.fileno()).st_mtime_ns - int(OLD_S * 1e9)
+    except OSError:
+        return 0
+
+
 def _describe_dead_builder(op: CppOp, lock_id: tuple[int, ...]) -> str | None:
     """The process of this host that took a lock and has ended; None if the owner may be another."""
-    note, here = op.folder / BUILDER, HostLocation.here()
+    note = op.folder / BUILDER
+    here = HostLocation.here()
     with suppress(OSError, ValueError, TypeError, KeyError):
         builder = HostLocation.from_json(json.loads(note.read_text()))
         has_taken = builder.host == here.host and note.stat().st_mtime_ns <= lock_id[2]

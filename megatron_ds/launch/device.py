@@ -51,6 +51,14 @@ def kind() -> str:
     return str(get_accelerator().device_name())
 
 
+def visible_devices() -> int | None:
+    """Number of accelerator devices that this process sees; None on a machine without any."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    return None if is_host(accelerator.device_name()) else int(accelerator.device_count())
+
+
 def device_index(
     local_rank: int, local_size: int | None, count: int, *, is_shared: bool, may_share: bool = False
 ) -> int:
@@ -107,7 +115,7 @@ def capacity(local_rank: int, processes: int, *, is_shared: bool) -> DeviceCapac
     Args:
         local_rank: Rank of this process on its host.
         processes: Processes on the host.
-        is_shared: As for `device_index`.
+        is_shared: See `device_index`.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -115,7 +123,8 @@ def capacity(local_rank: int, processes: int, *, is_shared: bool) -> DeviceCapac
     if not (count := accelerator.device_count()):
         return None
     index = local_rank % count
-    total = free = accelerator.total_memory(index)
+    total = accelerator.total_memory(index)
+    free = total
     # NVML does not know all names of devices that CUDA_VISIBLE_DEVICES can have.
     with suppress(RuntimeError, ValueError, IndexError):
         free = accelerator.available_memory(index)
@@ -202,7 +211,7 @@ def _is_known_to_be_cpu() -> bool:
 
 
 def proc_bytes(file: str, name: str) -> int | None:
-    """An entry of a file of /proc in bytes; None if there is none.
+    """Value of an entry of a file of /proc in bytes; None without such an entry.
 
     Args:
         file: Such as `meminfo`.

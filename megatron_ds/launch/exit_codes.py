@@ -66,7 +66,7 @@ class SettingsRejected(RunAborted):
     """Ends a rank whose settings contradict each other or the files.
 
     Args:
-        message: With all problems.
+        message: Message with all problems.
         problems: The problems alone.
     """
 

@@ -23,6 +23,7 @@ from megatron_ds.config.problems import Problem, UserError, without_passwords
 from megatron_ds.launch.environment import host_suffix, local_rank, rank, world_size
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process import program_start
+from megatron_ds.programs import shown_name
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 SILENT_WAIT_S = 5.0
@@ -122,7 +123,7 @@ def waiting_for(what: str, patience: float = 1.0) -> AbstractContextManager[None
 def with_rank_prefix(text: str) -> str:
     """Prepends the program and, if there are several ranks or hosts, rank and host to a message."""
     prefix = "" if world_size() == 1 else f"rank {rank()}{host_suffix()}: "
-    return f"{Path(sys.argv[0]).name}: {prefix}{text}"
+    return f"{shown_name(Path(sys.argv[0]).name)}: {prefix}{text}"
 
 
 def _print(text: str, stream: TextIO) -> None:

@@ -67,7 +67,8 @@ def module_digests() -> dict[str, str]:
 
     Without this package, Python's own library, installed packages and the program itself.
     """
-    folder, digests = os.path.dirname(os.path.realpath(sys.argv[0])), {}
+    folder = os.path.dirname(os.path.realpath(sys.argv[0]))
+    digests = {}
     others = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib"))]
     outside = tuple(os.path.join(other, "") for other in {*others, *map(os.path.realpath, others)})
     modules = [module for name, module in [*sys.modules.items()] if name != "__main__"]

@@ -22,21 +22,25 @@ from megatron_ds.checkpoint.folders.output_folder import output_folder
 from megatron_ds.checkpoint.lineage import PARENT
 from megatron_ds.checkpoint.metadata import POINTER_PENDING, check_names
 from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
-from megatron_ds.config import GROUP_OF_FIELD, CheckpointConfig, Config, flag_of, yaml_file
-from megatron_ds.config.data_files import read_table
-from megatron_ds.config.fields import option_field, option_group
+from megatron_ds.config import (
+    GROUP_OF_FIELD,
+    CheckpointConfig,
+    Config,
+    fields_that_decide,
+    flag_of,
+    yaml_file,
+)
+from megatron_ds.config.fields import Decides, option_field, option_group
 from megatron_ds.config.options.checkpoint import is_url, missing_folder
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, raise_if_any, renaming_fields, user_error
 from megatron_ds.engine.ds_config.fields import field_value
+from megatron_ds.loading.options_from_checkpoint import SAVED_GROUPS
 from megatron_ds.train_state import TrainState
 
 SETTINGS = "fork.yaml"
-FROM_CHECKPOINT = ("model", "moe", "tokenizer")
-"""Groups whose settings a run reads from the checkpoint."""
-TABLES: dict[str, list[str]] = read_table(__file__)
 COMPARED_STEPS = 1000
-"""Steps at which the rates of fork and parent are compared."""
+"""Number of steps at which the learning rates of fork and parent are compared."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,12 @@ class Options:
 
     PEERS: ClassVar[str] = "pretrain_gpt"
 
-    run: str = option_field(
-        "", "--save folder of the run", metavar="RUN", positional=True, required=True
-    )
-    at: int = option_field(0, "iteration of the checkpoint", minimum=1, required=True)
-    save: str = option_field("", "new folder of the fork", metavar="FOLDER", required=True)
+    run: str = option_field("", metavar="RUN", positional=True, required=True)
+    """--save folder of the run."""
+    at: int = option_field(0, minimum=1, required=True)
+    """Iteration of the checkpoint."""
+    save: str = option_field("", metavar="FOLDER", required=True)
+    """New folder of the fork."""
     training: Config = option_group(Config(), hidden=True)
     given: frozenset[str] = frozenset()
 
@@ -86,9 +91,9 @@ def fork(options: Options, warn: Callable[[Problem], None]) -> str:
         listing = list_folder(Path(options.run))
         checkpoint = select_checkpoint(listing, selected, check_names, warn)
     assert checkpoint is not None
-    layout, save = checkpoint.run.layout, os.path.abspath(options.save)
-    world_size = layout.data_parallel_size * layout.tensor_model_parallel_size
-    world_size *= layout.pipeline_model_parallel_size * layout.ds_sequence_parallel_size
+    layout = checkpoint.run.layout
+    save = os.path.abspath(options.save)
+    world_size = layout.world_size
     before = saved_config(checkpoint)
     if before.schedule.stages or "stages" in options.changes:
         raise user_error("fork-with-stages", "stages", path=checkpoint.path)
@@ -126,7 +131,7 @@ def fork(options: Options, warn: Callable[[Problem], None]) -> str:
 def _forked(before: Config, state: TrainState, changes: Mapping[str, Any], save: str) -> Config:
     """The settings of the fork; those that are not the default count as given by flags."""
     default = Config()
-    taken = {name: field_value(default, name) for name in TABLES["of_run_alone"]}
+    taken = {name: field_value(default, name) for name in fields_that_decide(Decides.RUN)}
     values = dict(changes)
     units = [unit for unit in SCHEDULE_UNITS if changes.get(f"lr_wsd_decay_{unit}")]
     if units and not any(changes.get(f"train_{unit}") for unit in SCHEDULE_UNITS):
@@ -144,7 +149,7 @@ def _forked(before: Config, state: TrainState, changes: Mapping[str, Any], save:
     chosen = {
         name
         for name, group in GROUP_OF_FIELD.items()
-        if group not in FROM_CHECKPOINT and field_value(config, name) != field_value(default, name)
+        if group not in SAVED_GROUPS and field_value(config, name) != field_value(default, name)
     }
     config = dataclasses.replace(config, given=frozenset(chosen | changes.keys()))
     return dataclasses.replace(config, start_samples=state.consumed_samples)
@@ -153,7 +158,7 @@ def _forked(before: Config, state: TrainState, changes: Mapping[str, Any], save:
 def _rate_differences(
     before: Config, config: Config, state: TrainState, dp_size: int
 ) -> Iterator[Problem]:
-    """The first step of those compared up to a checkpoint whose rate is another one."""
+    """First compared step before the checkpoint at which the two schedules differ."""
     last = schedules.batch_size_at(before, state.consumed_samples, state.consumed_tokens, dp_size)
     length = state.applied_tokens / max(state.applied_samples, 1)
     for index in range(COMPARED_STEPS):

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 
 from megatron_ds.checkpoint.compatibility import rope_fields
 from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.config.options.checkpoint import split_location
+from megatron_ds.config.options.optimizer_specs import ADAM
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.conversion.megatron.detect import detect_megatron
+from megatron_ds.conversion.foreign.contents import FolderContents
+from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, detect_megatron
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.published import Publication
-from megatron_ds.conversion.weights_locations import NATIVE, has_weights
+from megatron_ds.conversion.weights_locations import HF, NATIVE, has_weights
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.loading.options_from_checkpoint import TOKENIZER_FIELDS, Warn, replace_given
 from megatron_ds.train_state import TrainState
@@ -33,9 +36,20 @@ RELEASE = "release"
 TABLE = "embedding.word.weight"
 
 
-def find_importable(folder: Path, options: CheckpointConfig) -> Path | None:
-    """The checkpoint of another program in a folder, or weights alone, unless a run of ours is."""
-    checkpoint = detect_megatron(folder, options.step, universal=options.universal_checkpoint)
+def find_importable(
+    folder: Path, options: CheckpointConfig, checkpoint: MegatronCheckpoint | None
+) -> Path | None:
+    """The checkpoint of another program in a folder, or weights alone, unless a run of ours is.
+
+    Args:
+        folder: The folder.
+        options: Options of --load.
+        checkpoint: The result of `detect_megatron` for the folder.
+    """
+    if _is_named_hf(folder, options):
+        return folder
+    if options.step is not None or options.universal_checkpoint:
+        checkpoint = detect_megatron(folder, options.step, universal=options.universal_checkpoint)
     if checkpoint is None:
         return folder if has_weights(folder) else None
     return checkpoint.path
@@ -63,7 +77,8 @@ def open_importable(
     Returns:
         The configuration, what was opened, and every option whose value contradicts it.
     """
-    problems, step = list[Problem](), config.checkpoint.step
+    problems = list[Problem]()
+    step = config.checkpoint.step
     try:
         source = _open(path, config)
     except UserError as error:
@@ -95,6 +110,9 @@ def open_importable(
             problems.append(Problem("checkpoint-tokenizer-runs-code", path=path))
             stored = dataclasses.replace(stored, trust_remote_code=False)
         config = dataclasses.replace(config, tokenizer=stored)
+    elif source.run is None and stored is None and not own_tokenizer:
+        default = f"the default, because {path} has no tokenizer"
+        config = dataclasses.replace(config, origins={**config.origins, "tokenizer_type": default})
     return config, source, problems
 
 
@@ -106,7 +124,7 @@ def merge_model(
     values = {**settings.defaults, **settings.fixed}
     filled = {name: value for name, value in values.items() if name not in config.given}
     rope = rope_fields(config.with_values(filled).model, settings.model)
-    kept = rope if config.checkpoint.override_rope else frozenset()
+    overridden = rope if config.checkpoint.override_rope else frozenset()
     origins = dict.fromkeys(settings.fixed.keys() - config.given - TOKENIZER_FIELDS, f"from {path}")
     for name, value in values.items():
         current = field_value(config, name)
@@ -114,12 +132,13 @@ def merge_model(
             continue
         if name not in config.given:
             config = config.with_values({name: value})
-        elif name not in settings.fixed or current in (value, None) or name in kept:
+        elif name not in settings.fixed or current in (value, None) or name in overridden:
             continue
         elif config.checkpoint.use_checkpoint_args:
             config = replace_given(config, {name: value}, path, warn, "use_checkpoint_args")
         else:
-            flag, saved = as_flag(name, current), as_flag(name, value)
+            flag = as_flag(name, current)
+            saved = as_flag(name, value)
             texts = {"given": flag, "path": path, "saved": saved}
             differing = Problem("foreign-setting-differs", name, **texts)
             is_rope = name in rope
@@ -184,7 +203,8 @@ class InitialLoad:
         Raises:
             UserError: If it does not fit the run.
         """
-        weights, state = _checked(source, config), _continued(source, config)
+        weights = _checked(source, config)
+        state = _continued(source, config)
         if state is None:
             notes = (*source.notes, *_notes_of_weights(source, config))
             return cls(source.path, TrainState(), notes, weights)
@@ -239,7 +259,8 @@ class InitialLoad:
 
 def _notes_of_weights(source: SourceCheckpoint, config: Config) -> Iterator[Problem]:
     """Yields notes on what a run that starts with the weights alone leaves out."""
-    rows, used = source.tensors[TABLE].shape[0], config.model.softmax_rows
+    rows = source.tensors[TABLE].shape[0]
+    used = config.model.softmax_rows
     if source.run is None:  # such folders have no optimizer
         if rows > used:
             yield Problem("foreign-rows-unused", path=source.path, rows=rows, used=used)
@@ -257,8 +278,7 @@ def _why_weights_alone(source: SourceCheckpoint, config: Config) -> str | None:
     run = source.run
     if run is None or not (source.optimizer or is_without):
         return source.unread
-    is_adam = config.optimizer.optimizer == "adam" and not config.optimizer.has_8_bit_moments
-    if not is_adam and not is_without:
+    if config.optimizer.spec is not ADAM and not is_without:
         return "its optimizer states are those of Adam"
     if run.consumed_samples is None or (run.steps is None and not is_without):
         return "it does not contain the number of samples that were read, or of steps"
@@ -272,7 +292,8 @@ def _continued(source: SourceCheckpoint, config: Config) -> TrainState | None:
     run = source.run
     assert run is not None
     assert run.consumed_samples is not None
-    consumed, applied = run.consumed_samples, run.applied_samples
+    consumed = run.consumed_samples
+    applied = run.applied_samples
     steps = run.iteration if run.steps is None else run.steps
     applied = consumed if applied is None else applied
     length = source.settings.defaults.get("seq_length", config.model.seq_length)
@@ -288,13 +309,20 @@ def _continued(source: SourceCheckpoint, config: Config) -> TrainState | None:
     return state.restarted() if config.checkpoint.reset_iteration else state
 
 
+def _is_named_hf(folder: Path, options: CheckpointConfig) -> bool:
+    """Whether hf: names a folder with a model, which may have files of DeepSpeed, too."""
+    is_named = split_location(options.load or "")[0] == HF
+    return is_named and FolderContents(folder).is_model_of_transformers
+
+
 def _open(path: Path, config: Config) -> SourceCheckpoint:
-    from megatron_ds.conversion.registry import recognize
+    from megatron_ds.conversion.registry import AUTO, recognize
     from megatron_ds.conversion.source import ReadOptions
 
     model = dataclasses.asdict(config.model)
     options = ReadOptions(optimizer=True, checksums=False, model=model)
-    source = recognize(path).open(path, options)
+    name = HF if _is_named_hf(path, config.checkpoint) else AUTO
+    source = recognize(path, name).open(path, options)
     depths = source.settings.model.mtp_num_layers if "mtp_num_layers" in config.given else 0
     if not depths or config.model.mtp_num_layers:
         return source

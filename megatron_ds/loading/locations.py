@@ -23,6 +23,7 @@ from megatron_ds.checkpoint.store.mirror import (
     STAGING_LOCK,
     fetch,
     find_missing,
+    has_own_checkpoints,
     is_intact,
     mirror,
     staging_folder,
@@ -69,7 +70,8 @@ def locate_weights(
     Raises:
         UserError: If its URL, or the model of the Hub, cannot be used.
     """
-    value, staging_dir = getattr(options, field), options.checkpoint_staging_dir
+    value = getattr(options, field)
+    staging_dir = options.checkpoint_staging_dir
     if value is None or not is_remote(value):
         return local_location(value)
     if (model := hub_model(value)) is not None:
@@ -165,7 +167,8 @@ def staged_location(location: str, staging_dir: str | None, warn: Callable[[str]
     url = url.rstrip("/")
     parent, _, last = url.rpartition("/")
     store = _reachable("load", url)
-    if not store.sizes():
+    sizes = store.sizes()
+    if not sizes:
         raise user_error("weights-format-unknown", path=url, known=", ".join(FORMATS))
     if re.fullmatch(r"global_step\d+", last):
         folder = staging_folder(parent, staging_dir) / last
@@ -174,7 +177,7 @@ def staged_location(location: str, staging_dir: str | None, warn: Callable[[str]
     else:
         folder = staging_folder(url, staging_dir)
         mirror(store, folder, everything=None if name == "auto" else True)
-        if list_checkpoints(folder):
+        if list_checkpoints(folder) and has_own_checkpoints(sizes):
             with locked(folder / STAGING_LOCK, WaitPolicy()):
                 select_checkpoint(
                     list_folder(folder),

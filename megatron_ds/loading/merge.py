@@ -1,7 +1,7 @@
 """Merges the weights of several checkpoints of one model: mean, moving average, emulated decay.
 
-The merged weights are those of a source, read tensor by tensor: one tensor of every checkpoint in
-turn, and an fp64 sum, are in memory. Knows no format. Imports no torch before weights are opened.
+The merged weights form a source that is read tensor by tensor: memory holds one tensor of one
+checkpoint at a time, and an fp64 sum. Knows no format. Imports no torch before weights are opened.
 Source of the decay's weights: Tian et al. 2025, "WSM", theorem 3.1.
 """
 
@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.options.checkpoint import missing_folder, split_location
+from megatron_ds.config.options.checkpoint import split_location
 from megatron_ds.config.problems import Problem, raise_if_any
+from megatron_ds.conversion.foreign.recognition import location_problems
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.loading.locations import staged_location
 from megatron_ds.schedules import DECAY_FACTORS
@@ -40,10 +41,14 @@ class MergeOptions:
     """How the weights of several checkpoints are merged."""
 
     merge_method: str = option_field("mean", choices=("mean", "ema", "wsm"))
+    """mean; ema, the exponential moving average; or wsm, which emulates a decay of the learning
+    rate over the steps of the checkpoints (warmup-stable and merge)."""
     merge_decay: float = option_field(0.9, minimum=0, maximum=1, only_with=when(merge_method="ema"))
+    """What the moving average keeps of its value at each further checkpoint."""
     merge_decay_style: str = option_field(
         "linear", choices=tuple(DECAY_FACTORS), only_with=when(merge_method="wsm")
     )
+    """Emulated decay; linear is the mean."""
 
     def weights(self, iterations: Sequence[int]) -> list[float]:
         """The weight of each checkpoint, from the oldest to the newest; their sum may be any.
@@ -59,10 +64,11 @@ class MergeOptions:
         if self.merge_method == "mean":
             return [1.0] * count
         if self.merge_method == "ema":
-            kept = [self.merge_decay**later for later in reversed(range(count))]
-            return [kept[0], *((1.0 - self.merge_decay) * power for power in kept[1:])]
+            powers = [self.merge_decay**later for later in reversed(range(count))]
+            return [powers[0], *((1.0 - self.merge_decay) * power for power in powers[1:])]
         decay = DECAY_FACTORS[self.merge_decay_style]
-        first, last = iterations[0], iterations[-1]
+        first = iterations[0]
+        last = iterations[-1]
         length = (last - first) * count / (count - 1)
         factors = [*(decay((iteration - first) / length) for iteration in iterations), 0.0]
         return [before - after for before, after in itertools.pairwise(factors)]
@@ -76,11 +82,17 @@ class Options:
     output folder appears complete or not at all. Sums are in fp64, and rounded once.
     """
 
+    PROGRAM: ClassVar[str] = "merge_checkpoints.py"
+
     load: tuple[str, ...] = option_field((), nargs="*", metavar="FOLDER", required=True)
+    """checkpoints: folders or URLs that tools/convert_checkpoint.py reads; FORMAT:FOLDER names the
+    format."""
     save: str = option_field("", metavar="FOLDER", required=True)
+    """New folder of the merged weights."""
     target_format: str = option_field(
         "native", flag="to", choices=("native", "hf"), synonyms={"huggingface": "hf"}
     )
+    """Format of --save."""
     merging: MergeOptions = option_group(
         MergeOptions(),
         flags={
@@ -90,11 +102,13 @@ class Options:
         },
     )
     dtype: str | None = option_field(None, choices=("fp32", "bf16", "fp16"))
+    """Type of the weights (default: as they are); fp32 merges the master weights of runs."""
     checkpoint_staging_dir: str | None = option_field(None, metavar="FOLDER")
+    """Folder for the files of URLs (default: below the folder for temporary files)."""
 
     def problems(self) -> Iterator[Problem]:
         for location in self.load:
-            yield from missing_folder(location)
+            yield from location_problems(location)
         if len(self.load) == 1:
             yield Problem("one-checkpoint-to-merge", "load")
 
@@ -174,7 +188,8 @@ def merge_sources(sources: Sequence[SourceCheckpoint], options: MergeOptions) ->
         for source in sources
     ]
     raise_if_any([*_differences(sources)])
-    weights, first = options.weights(iterations), sources[0]
+    weights = options.weights(iterations)
+    first = sources[0]
     tensors = {}
     for name in first.tensors:
         parts = [source.tensors[name] for source in sources]
@@ -191,14 +206,16 @@ def _differences(sources: Sequence[SourceCheckpoint]) -> Iterator[Problem]:
     """Options of the models that are not the first one's."""
     options = []
     for source in sources:
-        model, moe = source.settings.model, source.settings.moe
+        model = source.settings.model
+        moe = source.settings.moe
         values = dict(ModelSettings.of(model, moe, None, None).fixed)
         if model.is_rotary:
             values.pop("max_position_embeddings", None)  # has no weights
         options.append(values)
     for source, values in zip(sources[1:], options[1:], strict=True):
         for name in dict.fromkeys((*options[0], *values)):
-            before, now = options[0].get(name, "absent"), values.get(name, "absent")
+            before = options[0].get(name, "absent")
+            now = values.get(name, "absent")
             if before != now:
                 texts = {"name": name, "now": now, "first": sources[0].path, "saved": before}
                 yield Problem("merge-model-differs", path=source.path, **texts)

@@ -20,19 +20,25 @@ from megatron_ds.checkpoint.compatibility import (
     saved_config,
 )
 from megatron_ds.checkpoint.metadata import TOKENIZER, Checkpoint
-from megatron_ds.config import GROUP_OF_FIELD, Config
-from megatron_ds.config.fields import no_effect_problem, with_tuples
+from megatron_ds.config import GROUP_OF_FIELD, Config, ModelConfig, fields_that_decide
+from megatron_ds.config.fields import Decides, no_effect_problem, option_fields, with_tuples
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
+from megatron_ds.config.phases import fields_of_phases
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.config.stages import fields_of_stages
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.tokenizer.stored_files import with_copies
 
 Warn = Callable[[Problem], None]
-MODEL_SIZE_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
-"""Model flags; if none is given, the checkpoint defines the model."""
-TOKENIZER_FIELDS = frozenset({"vocab_size"})
+SAVED_GROUPS = ("model", "moe", "tokenizer")
+"""Groups whose settings a run reads from the checkpoint."""
+TOKENIZER_FIELDS = fields_that_decide(Decides.TOKENS)
 """Settings that the tokenizer determines."""
+MODEL_SIZE_FIELDS = tuple(
+    item.name
+    for item, spec in option_fields(ModelConfig)
+    if spec.required and spec.decides is Decides.WEIGHTS
+)
+"""Sizes of the model without a default. If no size is given, the checkpoint defines the model."""
 
 
 def with_saved_options(config: Config, saved: Checkpoint, warn: Warn) -> Config:
@@ -110,7 +116,8 @@ def _converted_length(
                 length=f"{SCHEDULE_LENGTHS[stem]} is {value} samples",
                 batch_size=batch_size,
             )
-        unit, value = "iters", value // batch_size
+        unit = "iters"
+        value = value // batch_size
     return {f"{stem}_{unit}": value}
 
 
@@ -153,16 +160,18 @@ def _with_model(config: Config, checkpoint: Checkpoint, warn: Warn) -> Config:
     Given options are kept, and compared with the checkpoint's when it is checked; with
     --use-checkpoint-args only those that a run may change.
     """
-    kept = CHANGEABLE_FIELDS | (ROPE_FIELDS if config.checkpoint.override_rope else frozenset())
+    overridable = CHANGEABLE_FIELDS | (
+        ROPE_FIELDS if config.checkpoint.override_rope else frozenset()
+    )
     if not config.checkpoint.use_checkpoint_args:
-        kept = frozenset(GROUP_OF_FIELD)
+        overridable = frozenset(GROUP_OF_FIELD)
     values = {
         name: value
         for group in ("model", "moe")
         for name, value in checkpoint.run.config.get(group, {}).items()
         if GROUP_OF_FIELD.get(name) == group
-        and name not in TOKENIZER_FIELDS | fields_of_stages(config)
-        and not (name in config.given and name in kept)
+        and name not in TOKENIZER_FIELDS | fields_of_phases(config)
+        and not (name in config.given and name in overridable)
     }
     return replace_given(config, with_tuples(values), checkpoint.path, warn, "use_checkpoint_args")
 

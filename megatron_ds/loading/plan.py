@@ -25,11 +25,22 @@ from megatron_ds.config.options.checkpoint import (
     FORMATS,
     TAG,
     hub_model,
+    is_remote,
+    is_same_path,
+    is_url,
     missing_folder,
     split_location,
 )
-from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any, renaming_fields
-from megatron_ds.conversion.megatron.detect import detect_megatron
+from megatron_ds.config.problems import (
+    Problem,
+    UserError,
+    collect,
+    ignore,
+    raise_if_any,
+    renaming_fields,
+)
+from megatron_ds.conversion.foreign.recognition import DEPTH, find_foreign, find_foreign_in
+from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, detect_megatron
 from megatron_ds.conversion.model_settings import malformed_values
 from megatron_ds.conversion.weights_locations import HF, HF_CONFIG, is_hf
 from megatron_ds.loading.initial_load import find_importable, merge_model, open_importable
@@ -53,7 +64,7 @@ class LoadPlan:
     imported: SourceCheckpoint | None = None
     """A checkpoint of another program, or weights alone."""
     saved: Checkpoint | None = None
-    """Otherwise the checkpoint of this program. `CheckpointManager.select` selects again."""
+    """Otherwise the checkpoint of this program. `Restoring.select` selects again."""
     unusable: tuple[Problem, ...] = ()
     """Reason that no checkpoint of this program can be selected."""
 
@@ -65,6 +76,8 @@ class _Contents:
     listing: CheckpointListing | None
     """Checkpoints of this program; None if the folder cannot be read."""
     unreadable: tuple[Problem, ...]
+    megatron: MegatronCheckpoint | None
+    """Checkpoint of one of Megatron's programs."""
     importable: Path | None
     is_interrupted: bool
     """Whether a save was interrupted, which the load repairs first."""
@@ -73,7 +86,7 @@ class _Contents:
 
 
 def make_plan(
-    config: Config, world_size: int = 1, warn: Warn = lambda problem: None
+    config: Config, world_size: int = 1, warn: Warn = ignore
 ) -> tuple[Config, LoadPlan, list[Problem]]:
     """Decides what a run loads, and takes the options of model and tokenizer from there.
 
@@ -88,8 +101,11 @@ def make_plan(
         The configuration, what it loads, and every option that contradicts the checkpoint of
         another program.
     """
-    options, problems = config.checkpoint, list[Problem]()
-    save = load = contents = None
+    options = config.checkpoint
+    problems = list[Problem]()
+    save = None
+    load = None
+    contents = None
     with collect(problems):
         save = locate_save(options)
     if problems and options.load == options.save:  # its store is not asked a second time
@@ -99,13 +115,17 @@ def make_plan(
         contents = _look_into(load, options)
         has_load = split_location(options.load or "")[0] != "auto" or contents.has_checkpoint
         if options.pretrained_checkpoint is not None and not has_load:
-            options, load, contents = _with_pretrained(options), None, None
+            options = _with_pretrained(options)
+            load = None
+            contents = None
             load = locate_weights("pretrained_checkpoint", options)
             contents = _look_into(load, options)
     config = dataclasses.replace(config, checkpoint=options)
     plan = LoadPlan(RunFolders(save, load))
     if load is None or contents is None:
         return config, plan, problems
+    if (foreign := _foreign_weights(options, load, contents)) is not None:
+        return config, plan, [*problems, foreign]
     problems += _missing_weights(config, load, contents)
     if contents.importable is not None:
         config, imported, differing = open_importable(contents.importable, config, warn)
@@ -131,7 +151,7 @@ def continue_schedule(
 
     Args:
         config: Configuration with the batch sizes of the DeepSpeed file.
-        plan: What the run loads.
+        plan: Plan of what the run loads.
         world_size: Number of processes.
         warn: Called for each given option that is replaced.
 
@@ -165,6 +185,11 @@ def model_options(config: Config, warn: Warn) -> tuple[Config, list[Problem]]:
     for field in ("load", "pretrained_checkpoint"):
         location = getattr(config.checkpoint, field) or ""
         name, folder = split_location(location)
+        # config.json is enough, and the weights may be others.
+        has_config = not location or is_remote(location) or is_hf(Path(folder))
+        foreign = None if has_config else find_foreign(Path(folder), location, name=name)
+        if foreign is not None:
+            return config, [foreign.about(load=field)]
         if name == HF or (location and is_hf(Path(folder))):
             with collect(problems), renaming_fields(load=field):
                 raise_if_any(missing_folder(location))
@@ -191,17 +216,18 @@ def _with_hf_model(config: Config, path: Path, warn: Warn) -> tuple[Config, list
 
 def _look_into(location: Location | None, options: CheckpointConfig) -> _Contents:
     if location is None:
-        return _Contents(None, (), None, is_interrupted=False, has_checkpoint=False)
+        return _Contents(None, (), None, None, is_interrupted=False, has_checkpoint=False)
     folder = location.folder
-    importable = find_importable(folder, options)
+    megatron = detect_megatron(folder)
+    importable = find_importable(folder, options, megatron)
     try:
         listing = list_folder(folder)
     except UserError as error:
-        return _Contents(None, error.problems, importable, False, has_checkpoint=True)
+        return _Contents(None, error.problems, megatron, importable, False, has_checkpoint=True)
     is_interrupted = any(folder.glob(f"{REPLACED}*"))
     is_own = listing.paths or listing.universal or listing.stale or is_interrupted
-    has_checkpoint = bool(is_own or importable or detect_megatron(folder))
-    return _Contents(listing, (), importable, is_interrupted, has_checkpoint)
+    has_checkpoint = bool(is_own or importable or megatron)
+    return _Contents(listing, (), megatron, importable, is_interrupted, has_checkpoint)
 
 
 def _with_pretrained(options: CheckpointConfig) -> CheckpointConfig:
@@ -213,6 +239,26 @@ def _with_pretrained(options: CheckpointConfig) -> CheckpointConfig:
         reset_iteration=False,
         exit_on_missing_checkpoint=True,
     )
+
+
+def _foreign_weights(
+    options: CheckpointConfig, location: Location, contents: _Contents
+) -> Problem | None:
+    """The message on a location of another program's checkpoint that is not read."""
+    load = options.load or ""
+    save = options.save
+    # A new run may have anything below its --save folder.
+    is_saved = save is not None and not is_url(save) and is_same_path(save, load)
+    name = split_location(load)[0]
+    depth = 0 if is_saved else DEPTH
+    folder = location.folder
+    if folder.is_file():
+        problem = find_foreign(folder, location)
+    else:
+        problem = find_foreign_in(folder, contents.megatron, location, name=name, depth=depth)
+    if problem is None or load != options.pretrained_checkpoint:
+        return problem
+    return problem.about(load="pretrained_checkpoint")
 
 
 def _missing_weights(config: Config, location: Location, contents: _Contents) -> list[Problem]:
@@ -240,7 +286,7 @@ def _select(
     if contents.listing is None:
         return None, contents.unreadable
     try:
-        saved = select_checkpoint(contents.listing, options, check, warn=lambda problem: None)
+        saved = select_checkpoint(contents.listing, options, check, warn=ignore)
     except UserError as error:
         return None, error.problems
     # Its lock is taken again when the ranks select: a plan keeps no files open.

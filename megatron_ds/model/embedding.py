@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
+from megatron_ds.model.declaration.parts import EmbeddingSpec, NormSpec
 from megatron_ds.model.norm import build_norm
-from megatron_ds.model.spec.parts import EmbeddingSpec, NormSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.mesh import Group
@@ -41,10 +41,11 @@ class LearnedPositionEmbedding(nn.Module):
         Args:
             queries: Tokens of this pass.
             offset: Position of the first one.
-            positions_BS: Positions of the tokens, where they are not offset, offset + 1, ...
+            positions_BS: Positions of the tokens, [B or 1, S], where they are not offset,
+                offset + 1, ...; `offset` is then only checked.
 
         Returns:
-            [S, 1, H], or [S, B, H] with `positions_BS`.
+            [S, 1, H], or [S, B or 1, H] with `positions_BS`.
 
         Raises:
             UserError: If the sequence is longer than the table.
@@ -72,7 +73,8 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, *, group: Group, init: Initializer) -> None:
         super().__init__()
-        self.dropout, self.multiplier = config.hidden_dropout, config.embedding_multiplier
+        self.dropout = config.hidden_dropout
+        self.multiplier = config.embedding_multiplier
         self.is_wide = config.fp32_residual_connection
         self.word = build_word_embedding(config, group, init)
         self.group = group

@@ -9,8 +9,9 @@ Megatron, so that a sequence split is dimension 0.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from megatron_ds.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
 from megatron_ds.model.attention.cores import VARYING_SIZES, backends_in_order
-from megatron_ds.model.attention.packed import Keys, PackedBatchInfo
-from megatron_ds.model.attention.rule import AttentionRule, attention_rules
+from megatron_ds.model.attention.packed import Documents, Keys
+from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.attention.self_attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding
-from megatron_ds.model.kernels.elementwise import Elementwise
+from megatron_ds.model.experts.router_log import RouterLog
 from megatron_ds.model.layers import BUILT_IN, CustomParts, LayerBuilder, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
 from megatron_ds.model.output_layer import Z_LOSS, OutputLayer, TokenLoss
@@ -33,12 +34,9 @@ from megatron_ds.model.position_embedding import AttentionContext, PositionEncod
 from megatron_ds.model.prediction import ahead
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
-from megatron_ds.parallel.fused_linear_cross_entropy import EAGER as EAGER_LOSS
-from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels
+from megatron_ds.parallel.context.slices import SequenceSlices
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import MicroBatchSeed, RngStreams
-from megatron_ds.parallel.router_log import RouterLog
-from megatron_ds.parallel.ulysses import local_slice
 
 ALL_LAYERS = (slice(None),)
 DENSE = MoEConfig()
@@ -47,28 +45,74 @@ EMBEDDING = -1
 """Number of the embedding among the layers, for its dropout."""
 
 
+Contexts = Mapping[int, AttentionContext]
+"""Attention of a forward pass by layer; layers with the same rule share it."""
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A forward pass over tokens, as far as its steps share it.
+
+    Attributes:
+        tokens_BS: Token ids of complete sequences.
+        documents: Their documents, if boundaries matter; not with a cache.
+        cache: Keys and values of earlier tokens.
+        dropout: Seed of the dropout; None: there is none.
+        local: This rank's slices of the sequences.
+    """
+
+    tokens_BS: Tensor
+    documents: Documents | None
+    cache: KeyValueCache | None
+    dropout: MicroBatchSeed | None
+    local: SequenceSlices
+
+    @property
+    def offset(self) -> int:
+        """Tokens before these, in the cache."""
+        return 0 if self.cache is None else self.cache.length
+
+    @property
+    def positions_BS(self) -> Tensor | None:
+        """Positions of the tokens, where they are not `offset`, `offset` + 1, and so on."""
+        return _positions(self.documents, self.cache)
+
+    def local_positions(self, positions_BS: Tensor | None) -> Tensor | None:
+        """Positions [B or 1, S] of this rank's tokens; None where they follow each other.
+
+        Args:
+            positions_BS: Positions of complete sequences, where they do not continue the cache's.
+        """
+        if positions_BS is not None:
+            return self.local.take(positions_BS, 1)
+        if self.local.is_contiguous:
+            return None
+        return self.local.positions(self.tokens_BS.device)[None]
+
+
 def keys_of(
-    x: Tensor, queries: int, packed: PackedBatchInfo | None, cache: KeyValueCache | None = None
+    x: Tensor, queries: int, documents: Documents | None, cache: KeyValueCache | None = None
 ) -> Keys:
     """Returns the properties for attention of a pass with activations like these.
 
     Args:
         x: Activations of the layers, or a weight of their type.
         queries: Tokens of the pass, of all sequence-parallel ranks.
-        packed: Their documents, if boundaries matter.
+        documents: Their documents, if boundaries matter.
         cache: Keys and values of earlier tokens.
     """
-    has_documents = packed is not None and packed.options.reset_attention
-    positions_BS = getattr(cache or packed, "positions_BS", None)
+    has_documents = documents is not None and documents.options.reset_attention
+    positions_BS = _positions(documents, cache)
     cached: tuple[Any, ...] = ()
     if cache is not None:
         cached = cache.length, cache.num_keys, cache.is_wider, cache.positions_of
-    return Keys(queries, x.dtype, x.device, has_documents, packed, positions_BS, *cached)
+    return Keys(queries, x.dtype, x.device, has_documents, documents, positions_BS, *cached)
 
 
-def _documents(packed: PackedBatchInfo | None) -> Tensor | None:
-    """Numbers of the tokens' documents, if attention ends with them."""
-    return packed.doc_ids_BS if packed is not None and packed.options.reset_attention else None
+def _positions(documents: Documents | None, cache: KeyValueCache | None) -> Tensor | None:
+    if cache is not None:
+        return cache.positions_BS
+    return None if documents is None else documents.positions_BS
 
 
 class GPTModel(nn.Module):
@@ -80,11 +124,11 @@ class GPTModel(nn.Module):
         rng: Random streams of dropout.
         seed: Seed of the initial weights, which are the same for every mesh. None: weights are not
             initialized, because a checkpoint will be loaded.
-        checkpointing: What is recomputed in the backward pass. None: nothing.
-        attention: What computes attention, and ends documents, in passes without a cache.
-        stages: Which of `layer_specs` this model has: the parts that `forward` computes together.
-        moe: Which layers have experts, and how many.
-        parts: What replaces parts of the model.
+        checkpointing: Recomputation in the backward pass; None without it.
+        attention: Attention backend, and document boundaries, of passes without a cache.
+        stages: Slices of `layer_specs` that this model has; each is computed in one call.
+        moe: Options of mixture-of-experts layers.
+        parts: Replacements of parts of the model.
     """
 
     embedding: Embedding
@@ -117,16 +161,17 @@ class GPTModel(nn.Module):
         losses = [*([Z_LOSS] if config.z_loss_coeff else []), *self._depths.values()]
         self.router_log = RouterLog(logged_shapes(moe) | dict.fromkeys(losses, ()))
         self._rng = rng
-        self._sp = mesh.sp
+        self.sequence_group = mesh.sequence
+        self._slicing_groups = mesh.cp, mesh.ulysses
         recompute = RecomputeConfig() if checkpointing is None else checkpointing.config
         granularity = recompute.recompute_granularity
         self.checkpointing = checkpointing if granularity == "full" else None
-        core, init = checkpointing if granularity == "selective" else None, Initializer(seed)
-        shared = mesh, self.router_log, rng, init, core, recompute.tiled_mlp
+        core = checkpointing if granularity == "selective" else None
+        shared = mesh, self.router_log, rng, Initializer(seed), core, recompute.tiled_mlp
         all_specs = layer_specs(LayerBuilder(0, config, moe, *shared), parts)
         specs = [spec for stage in stages for spec in all_specs[stage]]
         self._stages = [[spec.name for spec in all_specs[stage]] for stage in stages]
-        self._has_head = any(spec.name == "head" for spec in specs)
+        self.has_head = any(spec.name == "head" for spec in specs)
         self._has_dropout = max(config.hidden_dropout, config.attention_dropout) > 0
         self._tied = not config.untie_embeddings_and_output_weights
         self.positions = PositionEncoder(config, mesh, attention)
@@ -135,236 +180,235 @@ class GPTModel(nn.Module):
             self.layers = nn.ModuleDict()
 
     def forward(
+        self, *inputs: Any, compute: Callable[..., Any] | None = None, **options: Any
+    ) -> Any:
+        """Returns `outputs`, or what another method of this model computes.
+
+        DeepSpeed's hooks surround calls of the model: with ZeRO-3 they gather parameters that
+        several layers have in common. `hidden` and `logits` are therefore such calls.
+        """
+        return (compute or self.outputs)(*inputs, **options)
+
+    def outputs(
         self,
         tokens_BS: Tensor,
         labels_BS: Tensor | None = None,
-        loss_mask_BS: Tensor | None = None,
+        loss_weights_BS: Tensor | None = None,
         cache: KeyValueCache | None = None,
         *,
-        hidden_only: bool = False,
-        logits_only: bool = False,
-        x_SBH: Tensor | None = None,
-        stage: int | None = None,
-        max_documents: int | None = None,
+        documents: Documents | None = None,
     ) -> Tensor | TokenLoss:
-        """Compute the loss or, without labels, the logits.
+        """The loss or, without labels, the logits.
 
-        Every sequence-parallel rank is passed the same complete sequences, which have the document
-        boundaries, and computes its slice of them.
+        Every sequence-parallel rank is passed the same complete sequences and computes its slice.
 
         Args:
             tokens_BS: Token ids.
             labels_BS: Id of the token that follows each token.
-            loss_mask_BS: Weight of each label's loss. None: ones.
+            loss_weights_BS: Weight of each label's loss. None: ones.
             cache: Keys and values of earlier tokens; positions continue after them.
-            hidden_only: Return the last layer's output, for `logits`.
-            logits_only: Compute the logits of `x_SBH`, the last layer's output, without the tokens.
-            x_SBH: Output of the previous stage, instead of embedded tokens.
-            stage: Which of this model's `stages` to compute. None: all of its layers.
-            max_documents: At least the number of documents in the tokens, if the host knows it.
+            documents: The documents of the tokens, if boundaries matter; not with a cache.
 
         Returns:
             With labels, the loss, on every rank that processes these samples. Without, logits
-            [B, S, V] in fp32, all of them on every tensor-parallel rank, -inf for padding. With
-            `hidden_only`, or of a stage without output layer: its last layer's output [S, B, H].
+            [B, S, V] in fp32, all of them on every tensor-parallel rank, -inf for padding.
 
         Raises:
             UserError: If an id is outside the vocabulary (on the CPU), or a sequence is too long.
         """
-        if logits_only:
-            assert x_SBH is not None
-            return self._output(self.final_norm(x_SBH), None, None, slice(None))
-        dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
-        offset = 0 if cache is None else cache.length
-        packed = self._find_documents(tokens_BS, max_documents) if cache is None else None
-        positions_BS = getattr(cache or packed, "positions_BS", None)
-        local = local_slice(length := tokens_BS.shape[1], self._sp)
-        if x_SBH is None:
-            x_SBH = self._embed(tokens_BS, offset, positions_BS, dropout)
-        like = next(self.parameters()) if self.config.fp32_residual_connection else x_SBH
-        keys, blocks = keys_of(like, length, packed, cache), self.blocks(stage)
-        main = [block for block in blocks if block.layer < self.config.num_layers]
-        contexts = self.positions.contexts([block.rule for block in blocks], keys)
-        with self.router_log.recording(training=self.training):
-            x_SBH = self._run_blocks(main, x_SBH, contexts, cache, dropout)
-        has_head = self._has_head and (stage is None or "head" in self._stages[stage])
-        if hidden_only or not has_head:
+        current = self._begin(tokens_BS, documents, cache)
+        x_SBH, contexts = self.run(current)
+        if labels_BS is None:
+            return self._logits(x_SBH)
+        return self.loss(x_SBH, current, contexts, labels_BS, loss_weights_BS)
+
+    def compute_stage(
+        self,
+        stage: int,
+        x_SBH: Tensor | None,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        loss_weights_BS: Tensor | None = None,
+        *,
+        documents: Documents | None = None,
+    ) -> Tensor | TokenLoss:
+        """Computes a pipeline stage: hidden states [S, B, H] or, of the last stage, the loss.
+
+        Args:
+            stage: Index into this model's `stages`.
+            x_SBH: Output of the previous stage; None: the tokens are embedded.
+            tokens_BS: See `outputs`, like the further arguments.
+        """
+        current = self._begin(tokens_BS, documents, None)
+        x_SBH, contexts = self.run(current, x_SBH, stage)
+        if not (self.has_head and "head" in self._stages[stage]):
             return x_SBH
-        batch = tokens_BS, labels_BS, loss_mask_BS
-        return self._outputs(self.final_norm(x_SBH), batch, local, packed, contexts, dropout)
+        return self.loss(x_SBH, current, contexts, labels_BS, loss_weights_BS)
+
+    def hidden(self, tokens_BS: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """The last layer's output [S, B, H], of which `logits` needs some positions.
+
+        Args:
+            tokens_BS: Token ids.
+            cache: Keys and values of earlier tokens; positions continue after them.
+        """
+        x_SBH: Tensor = self(tokens_BS, cache, compute=self._hidden)
+        return x_SBH
 
     def logits(self, x_SBH: Tensor) -> Tensor:
         """The logits [B, S, V] of the last layer's output at some positions."""
-        # A call, for whose time ZeRO-3 gathers the parameters.
-        logits = self(x_SBH, x_SBH=x_SBH, logits_only=True)
-        assert isinstance(logits, Tensor)
+        logits: Tensor = self(x_SBH, compute=self._logits)
         return logits
 
-    def _embed(
-        self,
-        tokens_BS: Tensor,
-        offset: int,
-        positions_BS: Tensor | None,
-        dropout: MicroBatchSeed | None,
-        depth: int = 0,
+    def embed(
+        self, current: ForwardPass, tokens_BS: Tensor, positions_BS: Tensor | None, depth: int = 0
     ) -> Tensor:
-        """This rank's slice of the embedded tokens."""
-        self._rng.begin_layer(dropout, EMBEDDING - depth)
-        local = local_slice(tokens_BS.shape[1], self._sp)
-        own_BS = None if positions_BS is None else positions_BS[:, local]
-        ids_BS = self.attention.without_marks(tokens_BS[:, local])
-        x_SBH: Tensor = self.embedding(ids_BS, offset + local.start, own_BS)
-        return x_SBH
-
-    def _output(
-        self, x_SBH: Tensor, labels_BS: Tensor | None, loss_mask_BS: Tensor | None, local: slice
-    ) -> Tensor | TokenLoss:
-        """The logits of normalized hidden states or, with labels, the loss of this rank's slice of
-        them."""
-        tied = self.embedding.word.weight if self._tied else None
-        if self.config.logits_multiplier != 1.0:
-            x_SBH = x_SBH * self.config.logits_multiplier
-        if labels_BS is None:
-            logits: Tensor = self.head(x_SBH, weight_vH=tied)
-            return logits
-        mask_BS = None if loss_mask_BS is None else loss_mask_BS[:, local]
-        loss: TokenLoss = self.head(x_SBH, labels_BS[:, local], mask_BS, tied)
-        return loss.of_all_slices(self._sp)
-
-    def _outputs(
-        self,
-        x_SBH: Tensor,
-        batch: tuple[Tensor, Tensor | None, Tensor | None],
-        local: slice,
-        packed: PackedBatchInfo | None,
-        contexts: Mapping[AttentionRule, AttentionContext],
-        dropout: MicroBatchSeed | None,
-    ) -> Tensor | TokenLoss:
-        """As `_output`; in training the loss has those of multi-token prediction.
+        """This rank's slice [S, B, H] of embedded tokens.
 
         Args:
-            x_SBH: Normalized hidden states.
-            batch: Tokens, labels and weights of the labels' losses, as of `forward`.
-            local: This rank's slice of the sequence.
-            packed: The documents of the tokens.
-            contexts: What the layers share, by the rule of their attention.
-            dropout: Seed of the dropout.
+            current: The pass.
+            tokens_BS: Its tokens, or those that follow `depth` places later.
+            positions_BS: Their positions, where they do not continue the cache's.
+            depth: Depth of multi-token prediction.
         """
-        tokens_BS, labels_BS, loss_mask_BS = batch
-        loss = self._output(x_SBH, labels_BS, loss_mask_BS, local)
-        if labels_BS is None or isinstance(loss, Tensor) or not (self.training and self._depths):
+        self._rng.begin_layer(current.dropout, EMBEDDING - depth)
+        own_BS = current.local.take(tokens_BS, 1)
+        offset = current.offset + current.local.stop - current.local.size
+        x_SBH: Tensor = self.embedding(own_BS, offset, current.local_positions(positions_BS))
+        return x_SBH
+
+    def run(
+        self, current: ForwardPass, x_SBH: Tensor | None = None, stage: int | None = None
+    ) -> tuple[Tensor, Contexts]:
+        """Computes the transformer layers, without those of multi-token prediction.
+
+        Args:
+            current: The pass.
+            x_SBH: Input of the first layer. None: the embedded tokens.
+            stage: Index into this model's `stages`. None: all layers.
+
+        Returns:
+            The last layer's output, and what layers shared.
+        """
+        if x_SBH is None:
+            x_SBH = self.embed(current, current.tokens_BS, current.positions_BS)
+        like = next(self.parameters()) if self.config.fp32_residual_connection else x_SBH
+        keys = keys_of(like, current.tokens_BS.shape[1], current.documents, current.cache)
+        blocks = self.blocks(stage)
+        contexts = self.positions.contexts({block.layer: block.rule for block in blocks}, keys)
+        main = [block for block in blocks if block.layer < self.config.num_layers]
+        with self.router_log.recording(training=self.training):
+            return self._run_blocks(main, x_SBH, current, contexts), contexts
+
+    def loss(
+        self,
+        x_SBH: Tensor,
+        current: ForwardPass,
+        contexts: Contexts,
+        labels_BS: Tensor,
+        loss_weights_BS: Tensor | None,
+    ) -> TokenLoss:
+        """The loss of the last layer's output; in training with the losses of multi-token
+        prediction."""
+        x_SBH = self.final_norm(x_SBH)
+        loss = self._loss(x_SBH, labels_BS, loss_weights_BS, current)
+        if not (self.training and self._depths):
             return loss
-        masks, documents_BS = self.masks_ahead(tokens_BS, loss_mask_BS), _documents(packed)
-        positions_BS = getattr(packed, "positions_BS", None)
+        tokens_BS = current.tokens_BS
+        all_weights = self.weights_ahead(tokens_BS, loss_weights_BS, current.documents)
+        documents_BS = None if current.documents is None else current.documents.attended_BS
+        positions_BS = current.positions_BS
         if positions_BS is None:
             positions_BS = torch.ones_like(tokens_BS).cumsum(1) - 1
         factor = self.config.mtp_loss_scaling_factor / len(self._depths)
-        losses, blocks = dict[str, tuple[Tensor, Tensor]](), self.blocks()[-len(self._depths) :]
-        ends = zip(self._depths.items(), self.predictions.values(), blocks, masks, strict=True)
-        for (depth, name), prediction, block, mask_BS in ends:
+        losses = dict[str, tuple[Tensor, Tensor]]()
+        blocks = self.blocks()[-len(self._depths) :]
+        ends = zip(
+            self._depths.items(), self.predictions.values(), blocks, all_weights, strict=True
+        )
+        for (depth, name), prediction, block, weights_BS in ends:
             next_BS, places_BS, targets_BS = (
                 ahead(values, depth, documents_BS)
                 for values in (tokens_BS, positions_BS, labels_BS)
             )
-            x_SBH = prediction(x_SBH, self._embed(next_BS, 0, places_BS, dropout, depth))
+            x_SBH = prediction(x_SBH, self.embed(current, next_BS, places_BS, depth))
             with self.router_log.recording(training=True):
-                x_SBH = self._run_blocks([block], x_SBH, contexts, None, dropout)
+                x_SBH = self._run_blocks([block], x_SBH, current, contexts)
             x_SBH = prediction.output_norm(x_SBH)  # type: ignore[union-attr, operator]
-            output = self._output(x_SBH, targets_BS, mask_BS, local)
-            total, count = output[:2]
+            total, count = self._loss(x_SBH, targets_BS, weights_BS, current)[:2]
             losses[name] = total.detach() + factor * (total - total.detach()), count
         return loss._replace(extras={**loss.extras, **losses})
 
-    def masks_ahead(self, tokens_BS: Tensor, loss_mask_BS: Tensor | None) -> list[Tensor]:
+    def _begin(
+        self, tokens_BS: Tensor, documents: Documents | None, cache: KeyValueCache | None
+    ) -> ForwardPass:
+        assert (documents is None) == (self.attention.packing is None or cache is not None)
+        dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
+        local = SequenceSlices.of(tokens_BS.shape[1], *self._slicing_groups)
+        return ForwardPass(tokens_BS, documents, cache, dropout, local)
+
+    def _hidden(self, tokens_BS: Tensor, cache: KeyValueCache | None) -> Tensor:
+        return self.run(self._begin(tokens_BS, None, cache))[0]
+
+    def _logits(self, x_SBH: Tensor) -> Tensor:
+        x_SBH = self._scaled(self.final_norm(x_SBH))
+        logits: Tensor = self.head(x_SBH, weight_vH=self._tied_weight)
+        return logits
+
+    def _loss(
+        self, x_SBH: Tensor, labels_BS: Tensor, weights_BS: Tensor | None, current: ForwardPass
+    ) -> TokenLoss:
+        """The loss of this rank's slices of normalized hidden states, summed over all slices."""
+        weights_BS = None if weights_BS is None else current.local.take(weights_BS, 1)
+        labels_BS = current.local.take(labels_BS, 1)
+        loss: TokenLoss = self.head(self._scaled(x_SBH), labels_BS, weights_BS, self._tied_weight)
+        return loss.of_all_slices(self.sequence_group)
+
+    def _scaled(self, x_SBH: Tensor) -> Tensor:
+        """Normalized hidden states as the output layer takes them."""
+        multiplier = self.config.logits_multiplier
+        return x_SBH if multiplier == 1.0 else x_SBH * multiplier
+
+    @property
+    def _tied_weight(self) -> Tensor | None:
+        return self.embedding.word.weight if self._tied else None
+
+    def weights_ahead(
+        self, tokens_BS: Tensor, loss_weights_BS: Tensor | None, documents: Documents | None
+    ) -> list[Tensor]:
         """Weights [B, S] of the losses of each depth of multi-token prediction."""
-        packed = self._find_documents(tokens_BS)
-        mask_BS = torch.ones_like(tokens_BS) if loss_mask_BS is None else loss_mask_BS
-        return [ahead(mask_BS, depth, _documents(packed)) for depth in self._depths]
+        weights_BS = torch.ones_like(tokens_BS) if loss_weights_BS is None else loss_weights_BS
+        documents_BS = None if documents is None else documents.attended_BS
+        return [ahead(weights_BS, depth, documents_BS) for depth in self._depths]
 
-    def _find_documents(
-        self, tokens_BS: Tensor, max_documents: int | None = None
-    ) -> PackedBatchInfo | None:
-        packing = self.attention.packing
-        return None if packing is None else packing.find_documents(tokens_BS, max_documents)
-
-    def enter_stage(self, config: ModelConfig) -> None:
+    def enter_phase(self, config: ModelConfig) -> None:
         """Continue with another sequence length and other rotary positions.
 
         Args:
             config: The architecture with them.
         """
-        self.config, rules = config, attention_rules(config)
+        self.config = config
+        rules = attention_rules(config)
         self.positions.max_length = config.seq_length
         for block in self.blocks():
             block.rule = rules[block.layer]
 
-    def compile_layers(self, *, lengths_vary: bool = False) -> None:
-        """Compile each transformer layer and the loss with torch.compile (on their first call).
-
-        Args:
-            lengths_vary: Compile the second sequence length for all lengths, instead of once for
-                each length.
-        """
-        has_documents, are_graphs = self.attention.has_documents, []
-        weight = next(self.parameters())
-        keys = Keys(self.config.seq_length, weight.dtype, weight.device, has_documents)
-        for block in self.blocks():
-            is_traceable = self.attention.backend(block.rule, keys).is_traceable
-            is_traceable = is_traceable and self._sp.size == 1
-            # The number of documents varies, and with it a dimension in the graph.
-            dynamic = None if lengths_vary or (is_traceable and has_documents) else False
-            is_graph = block.compile_parts(is_core_traceable=is_traceable, dynamic=dynamic)
-            are_graphs.append(is_graph)
-        self._set_loss_kernels(LossKernels.compiled())
-        parts = "" if all(are_graphs) else " except attention"
-        self.compiled = f"{len(are_graphs)} layers{parts}, loss by torch.compile"
-        self.has_compiled_layers = True
-
-    def use_elementwise(self, functions: Elementwise, reason: str = "") -> None:
-        """Let each layer compute its elementwise parts by compiled functions.
-
-        Args:
-            functions: The functions.
-            reason: Why the layers are not compiled.
-        """
-        for block in self.blocks():
-            block.use_elementwise(functions)
-        self._set_loss_kernels(functions.loss)
-        self.compiled = "rotary positions, activation, dropout, softmax by torch.compile"
-        self.compiled += f"; layers eager ({reason})" if reason else ""
-
-    def use_eager(self) -> None:
-        """Undo `compile_layers`."""
-        for block in self.blocks():
-            block.use_eager()
-        self._set_loss_kernels(EAGER_LOSS)
-        self.compiled, self.has_compiled_layers = EAGER_TEXT, False
-
-    def _set_loss_kernels(self, kernels: LossKernels) -> None:
-        if self._has_head:
-            self.head.kernels = kernels
-
     def blocks(self, stage: int | None = None) -> list[Block]:
-        """The transformer layers of a stage, or all, those of multi-token prediction last."""
+        """Transformer layers of a stage, or all; layers of multi-token prediction are last."""
         names = [f"layers.{layer}" for layer in self.layers]
         kept = names if stage is None else [name for name in names if name in self._stages[stage]]
         return [self.get_submodule(name) for name in kept]  # type: ignore[misc]
 
     def _run_blocks(
-        self,
-        blocks: list[Block],
-        x_SBH: Tensor,
-        contexts: Mapping[AttentionRule, AttentionContext],
-        cache: KeyValueCache | None,
-        dropout: MicroBatchSeed | None,
+        self, blocks: list[Block], x_SBH: Tensor, current: ForwardPass, contexts: Contexts
     ) -> Tensor:
         def run(blocks: list[Block], x_SBH: Tensor) -> Tensor:
             for block in blocks:
-                self._rng.begin_layer(dropout, block.layer)
-                x_SBH = block(x_SBH, contexts[block.rule], cache)
+                self._rng.begin_layer(current.dropout, block.layer)
+                x_SBH = block(x_SBH, contexts[block.layer], current.cache)
             return x_SBH
 
-        if self.checkpointing is None or cache is not None:
+        if self.checkpointing is None or current.cache is not None:
             return run(blocks, x_SBH)
         size = self.checkpointing.config.checkpoint_num_layers
         for start in range(0, len(blocks), size):
@@ -382,16 +426,19 @@ def inference_form(model: GPTModel, mesh: Mesh) -> Iterator[None]:
 
     Args:
         model: This rank's shard.
-        mesh: With which it was built; of no other model.
+        mesh: Mesh with which the model was built, and no other model.
     """
-    before, log = (model.attention, model.positions), model.router_log
+    before = (model.attention, model.positions)
+    log = model.router_log
     order = backends_in_order(VARYING_SIZES, next(model.parameters()).device)
     is_compiled = "torch._dynamo" in sys.modules  # otherwise nothing is compiled
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     with mesh.complete_sequences(), order, eager:
-        model.attention, model.positions = CALLERS, PositionEncoder(model.config, mesh)
+        model.attention = CALLERS
+        model.positions = PositionEncoder(model.config, mesh)
         log.keeps_all_tokens = True
         try:
             yield
         finally:
-            (model.attention, model.positions), log.keeps_all_tokens = before, False
+            model.attention, model.positions = before
+            log.keeps_all_tokens = False

@@ -14,21 +14,21 @@ from torch import nn
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.model.block import Block
+from megatron_ds.model.declaration.architecture import tied_layer
+from megatron_ds.model.declaration.parts import NormSpec, OutputSpec
+from megatron_ds.model.declaration.residual import Residual
 from megatron_ds.model.embedding import Embedding, build_word_embedding
+from megatron_ds.model.experts.router_log import RouterLog
 from megatron_ds.model.mlp import MLP, TiledMLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
 from megatron_ds.model.prediction import Prediction
-from megatron_ds.model.spec.architecture import tied_layer
-from megatron_ds.model.spec.parts import NormSpec, OutputSpec
-from megatron_ds.model.spec.residual import Residual
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.fused_linear_cross_entropy import LossFunction, LossTerms
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.router_log import RouterLog
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class LayerBuilder:
 
     def mlp(self) -> nn.Module:
         """The feed-forward layer that the options select."""
-        config, group, init = self.config, self.group, self.init
+        config = self.config
+        group = self.group
+        init = self.init
         if not self.moe.has_experts(min(self.layer, config.num_layers - 1)):
             return (TiledMLP if self.tiled_mlp else MLP)(config, self.layer, group=group, init=init)
         return MoE(config, self.moe, self.layer, self.mesh, init=init, log=self.router_log)
@@ -113,12 +115,14 @@ def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[La
 
     Args:
         builder: Builds the first transformer layer; has what all layers are built of.
-        parts: What replaces parts of the model.
+        parts: Replacements of parts of the model.
 
     Raises:
         UserError: When a layer is built that is not a `Block`.
     """
-    config, group, init = builder.config, builder.group, builder.init
+    config = builder.config
+    group = builder.group
+    init = builder.init
 
     def block(layer: int) -> nn.Module:
         built = (parts.layer or LayerBuilder.block)(replace(builder, layer=layer))
@@ -128,7 +132,8 @@ def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[La
 
     def head() -> nn.Module:
         named = OutputSpec(config, config.padded_vocab(group.size)).named("head")
-        weight, bias = named.get("weight"), named.get("bias")
+        weight = named.get("weight")
+        bias = named.get("bias")
         sizes = config.vocab_size, config.softmax_rows
         terms = LossTerms(config.z_loss_coeff, config.final_logit_softcapping)
         return OutputLayer(

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.declaration.parts import FeedForwardSpec
 from megatron_ds.model.kernels.elementwise import EAGER
-from megatron_ds.model.spec.parts import FeedForwardSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.chunks import num_tiles
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -25,7 +25,7 @@ class MLP(nn.Module):
         layer: Number of the layer, from 0.
         group: Tensor-parallel group.
         init: Draws the initial weights.
-        spec: Its weights. None: those of a dense layer.
+        spec: Declaration of its weights. None: a dense layer.
         part: Canonical name below the layer.
     """
 
@@ -42,7 +42,8 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = config.activation_arguments
         self.elementwise = EAGER
-        spec, name = spec or FeedForwardSpec(config), f"layers.{layer}.{part}"
+        spec = spec or FeedForwardSpec(config)
+        name = f"layers.{layer}.{part}"
         self.fc_in = ColumnParallelLinear(*spec.layer(name, "fc_in"), group=group, init=init)
         self.fc_out = RowParallelLinear(*spec.layer(name, "fc_out"), group=group, init=init)
 

@@ -4,7 +4,8 @@ The experts are distributed over the expert-parallel ranks, to which their token
 all-to-all, and from which the outputs come back in the same way. The width of each expert is
 sharded over the tensor-parallel group, or its ranks have different experts, to which each sends its
 part of the sequence; they all route the tokens of the complete sequence. Sequence-parallel ranks of
-DeepSpeed-Ulysses route the tokens of their slices; the load and the capacity count all slices.
+DeepSpeed-Ulysses route the tokens of their slices, and so do context-parallel ranks; the load and
+the capacity count all slices.
 
 Shapes: S sequence, B micro-batch, H hidden, T = S x B tokens, E experts, e experts of this rank,
 K experts per token, A assignments of a token to an expert, at most T x K, R rows that this rank's
@@ -23,16 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.model.declaration.experts import ExpertsSpec
 from megatron_ds.model.experts.grouped import Experts
 from megatron_ds.model.experts.router import Router, Routing, sort_assignments
-from megatron_ds.model.kernels.elementwise import Elementwise
+from megatron_ds.model.experts.router_log import RouterLog
+from megatron_ds.model.kernels.elementwise import EAGER, Elementwise, activate
 from megatron_ds.model.mlp import MLP
-from megatron_ds.model.spec.experts import ExpertsSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import all_to_all, gather_slices, take_slice
 from megatron_ds.parallel.linear import ReplicatedLinear
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sharding import declared_parameter
 from megatron_ds.parallel.weights import Partial
 
@@ -68,10 +69,15 @@ class MoE(nn.Module):
         log: RouterLog,
     ) -> None:
         super().__init__()
-        self.moe, self.log = moe, log
-        self.group, self.sp_group, self.ep_group = mesh.tp, mesh.sp, mesh.experts
-        self.is_whole, self.alone = mesh.has_whole_experts, Group((mesh.rank,), 0, None)
-        spec, name = ExpertsSpec(config, moe), f"layers.{layer}.mlp"
+        self.moe = moe
+        self.log = log
+        self.group = mesh.tp
+        self.mesh = mesh
+        self.ep_group = mesh.experts
+        self.is_whole = mesh.has_whole_experts
+        self.alone = Group((mesh.rank,), 0, None)
+        spec = ExpertsSpec(config, moe)
+        name = f"layers.{layer}.mlp"
 
         def linear(part: str) -> ReplicatedLinear | None:
             weights = spec.layer(name, part)
@@ -85,12 +91,14 @@ class MoE(nn.Module):
         self.router = Router(*router, moe, mesh, init=init, log=log)
         self.router.declare_states(weights.values())
         self.experts = Experts(spec, name, mesh, init)
-        self.latent_in, self.latent_out = linear("latent_in"), linear("latent_out")
+        self.latent_in = linear("latent_in")
+        self.latent_out = linear("latent_out")
         self.shared = None
         if spec.shared is not None:
             options: dict[str, Any] = {"spec": spec.shared, "part": "mlp.shared"}
             self.shared = MLP(config, layer, group=mesh.tp, init=init, **options)
         self.shared_gate = linear("shared_gate")
+        self._shared_part = self._shared
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         # All ranks route all tokens, so that their gradients are already the complete ones.
@@ -101,12 +109,7 @@ class MoE(nn.Module):
         else:
             all_SBH = gather_slices(x_SBH, self.group)
             y_SBH = take_slice(self._mix(all_SBH, all_SBH), self.group)
-        if self.shared is None:
-            return y_SBH
-        shared_SBH: Tensor = self.shared(x_SBH)
-        if self.shared_gate is not None:
-            shared_SBH = shared_SBH * self.shared_gate(x_SBH).sigmoid()
-        return y_SBH + shared_SBH
+        return y_SBH if self.shared is None else self._shared_part(x_SBH, y_SBH)
 
     def use_elementwise(self, functions: Elementwise) -> None:
         """Set the functions that compute the elementwise parts."""
@@ -116,6 +119,30 @@ class MoE(nn.Module):
         if self.shared is not None:
             self.shared.elementwise = functions
 
+    def compile_parts(self, *, dynamic: bool | None) -> None:
+        """Compile what is computed between the exchanges of rows, on its first call.
+
+        Args:
+            dynamic: Passed to torch.compile.
+        """
+        # With further ranks each micro-batch has another number of rows.
+        of_rows = dynamic if self.ep_group.size == 1 else True
+        self.experts.elementwise = Elementwise(activate=torch.compile(activate, dynamic=of_rows))
+        self._shared_part = torch.compile(self._shared, dynamic=dynamic)
+
+    def use_eager(self) -> None:
+        """Undo `compile_parts`."""
+        self.experts.elementwise = EAGER
+        self._shared_part = self._shared
+
+    def _shared(self, x_SBH: Tensor, y_SBH: Tensor) -> Tensor:
+        """Adds the output of the shared expert."""
+        assert self.shared is not None
+        shared_SBH: Tensor = self.shared(x_SBH)
+        if self.shared_gate is not None:
+            shared_SBH = shared_SBH * self.shared_gate(x_SBH).sigmoid()
+        return y_SBH + shared_SBH
+
     def _mix(self, x_SBH: Tensor, all_SBH: Tensor, part: Group | None = None) -> Tensor:
         """The outputs for the tokens that this rank sends to the experts.
 
@@ -124,12 +151,12 @@ class MoE(nn.Module):
             all_SBH: The tokens that are routed.
             part: Group of whose ranks each sends a slice of them. None: this rank sends all.
         """
-        part, x_TH, all_TH = part or self.alone, x_SBH.flatten(0, 1), all_SBH.flatten(0, 1)
+        part = part or self.alone
+        x_TH = x_SBH.flatten(0, 1)
+        all_TH = all_SBH.flatten(0, 1)
         routing: Routing = self.router(all_TH, x_SBH.shape[1])
-        capacity = self._capacity(len(all_TH) * self.sp_group.size)
-        order_A, counts_E, dropped = sort_assignments(
-            routing, capacity, self.moe, self.sp_group, part
-        )
+        capacity = self._capacity(len(all_TH) * self.mesh.sequence.size)
+        order_A, counts_E, dropped = sort_assignments(routing, capacity, self.moe, self.mesh, part)
         place_A = inverse_of(order_A)
         if self.latent_in is not None:
             x_TH = self.latent_in(x_TH)

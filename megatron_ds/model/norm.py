@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ds.model.declaration.parts import NormSpec
 from megatron_ds.model.kernels.apex import apex_class
-from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.parallel.collectives import sum_of_parts
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import declare
@@ -48,7 +48,9 @@ class WideNorm(nn.Module):
     def __init__(self, spec: NormSpec, group: Group) -> None:
         super().__init__()
         self.is_centered = spec.model.normalization == "LayerNorm" and spec.has_weight
-        self.eps, self.offset, self.group = spec.model.norm_epsilon, spec.offset, group
+        self.eps = spec.model.norm_epsilon
+        self.offset = spec.offset
+        self.group = group
         self.reduces = spec.is_sharded and group.size > 1
         shards = group.size if spec.is_sharded else 1
         for weight in spec.weights():
@@ -57,7 +59,8 @@ class WideNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (self._parameters.get(name) for name in ("weight", "bias"))
-        dtype, y = x.dtype if weight is None else weight.dtype, x.float()
+        dtype = x.dtype if weight is None else weight.dtype
+        y = x.float()
         scale = None if weight is None else weight.float() + self.offset
         if self.reduces:
             y = y - self._mean(y) if self.is_centered else y

@@ -40,22 +40,23 @@ class TokenLoss(NamedTuple):
     num_tokens: Tensor
     """Number of counted tokens (sum of the loss mask), a scalar in fp32."""
     extras: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
-    """Further sums by name, each with its number of tokens, those over other tokens last. Training
-    adds their gradients to the loss's."""
+    """Further loss terms by name, each as a sum and its number of tokens; terms over other tokens
+    come last. Training adds their gradients to the gradient of the loss."""
 
     def mean(self) -> Tensor:
         """Mean over the counted tokens; 0 if there are none, not 0 / 0."""
         return _weighted(self.loss_sum, self.num_tokens, None)
 
     def weighted(self, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss times a weight, or its mean if there is none, and likewise the extras.
+        """Returns the loss times a weight, or its mean without a weight, and the extras likewise.
 
         Args:
             weights: Weight of the loss, and of each of the extras over other tokens. The value is
                 without the extras, its gradient is with them.
         """
         factors: list[Tensor | None] = [None] if weights is None else [*weights.unbind()]
-        loss, extras = _weighted(self.loss_sum, self.num_tokens, first := factors[0]), {}
+        loss = _weighted(self.loss_sum, self.num_tokens, first := factors[0])
+        extras = {}
         factors = [first] * (len(self.extras) + 1 - len(factors)) + factors[1:]
         for (name, sums), weight in zip(self.extras.items(), factors, strict=True):
             mean = _weighted(*sums, weight)
@@ -109,9 +110,12 @@ class OutputLayer(nn.Module):
         bias: Weight | None = None,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.softmax_rows = vocab_size, softmax_rows
+        self.vocab_size = vocab_size
+        self.softmax_rows = softmax_rows
         self.group = group
-        self.kernels, self.loss_function, self.terms = EAGER, loss, terms
+        self.kernels = EAGER
+        self.loss_function = loss
+        self.terms = terms
         self.weight = None if weight is None else declared_parameter(weight, group, init)
         self.bias = None if bias is None else declared_parameter(bias, group, init)
 
@@ -119,7 +123,7 @@ class OutputLayer(nn.Module):
         self,
         x_SBH: Tensor,
         labels_BS: Tensor | None = None,
-        loss_mask_BS: Tensor | None = None,
+        loss_weights_BS: Tensor | None = None,
         weight_vH: Tensor | None = None,
     ) -> Tensor | TokenLoss:
         """Compute the loss or, without labels, the logits.
@@ -127,7 +131,7 @@ class OutputLayer(nn.Module):
         Args:
             x_SBH: Hidden states, with sequence parallelism this rank's part of the sequence.
             labels_BS: Token ids.
-            loss_mask_BS: Weight of each label's loss. None: ones.
+            loss_weights_BS: Weight of each label's loss. None: ones.
             weight_vH: The embedding's weight, if it is tied.
 
         Returns:
@@ -142,13 +146,13 @@ class OutputLayer(nn.Module):
             x_SBH = gather_sequence(x_SBH, self.group)
         if labels_BS is None:
             return self._logits(x_SBH, weight)
-        return self._loss(x_SBH, labels_BS, loss_mask_BS, weight)
+        return self._loss(x_SBH, labels_BS, loss_weights_BS, weight)
 
     def _loss(
-        self, x_SBH: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor | None, weight_vH: Tensor
+        self, x_SBH: Tensor, labels_BS: Tensor, loss_weights_BS: Tensor | None, weight_vH: Tensor
     ) -> TokenLoss:
         validate_token_ids(labels_BS, self.vocab_size)
-        weights = None if loss_mask_BS is None else loss_mask_BS.t().reshape(-1).float()
+        weights = None if loss_weights_BS is None else loss_weights_BS.t().reshape(-1).float()
         if self.bias is not None:  # a column of the weight, which multiplies a one
             x_SBH = F.pad(x_SBH, (0, 1), value=1.0)
             weight_vH = torch.cat([weight_vH, self.bias.unsqueeze(1)], dim=1)

@@ -9,7 +9,7 @@ Shapes: S queries, R rotated part of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.config.options.parallel import kind_of_layer
 from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
+from megatron_ds.model.attention.context import ContextAttention
 from megatron_ds.model.attention.cores import AttentionCore, UlyssesAttention
 from megatron_ds.model.attention.masks import MaskTables, alibi_slopes
 from megatron_ds.model.attention.packed import Keys
 from megatron_ds.model.attention.rule import AttentionRule, Llama3Scaling, Rope, YarnScaling
+from megatron_ds.parallel.context.slices import SequenceSlices
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.ulysses import local_slice
 
 
 class Rotation(NamedTuple):
@@ -49,9 +51,9 @@ class PositionEncoder:
 
     Args:
         config: Architecture.
-        mesh: Its tensor-parallel ranks and, inside attention, its sequence-parallel ranks share
-            the heads.
-        attention: What computes attention.
+        mesh: Its tensor-parallel ranks and, inside attention, its Ulysses ranks share the heads;
+            its context-parallel and Ulysses ranks share the sequences.
+        attention: Attention backend.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class PositionEncoder:
     ) -> None:
         self._attention = attention
         self.max_length = config.seq_length
-        self._sp = mesh.sp
-        shards, shard = mesh.tp.size * mesh.sp.size, mesh.tp.rank * mesh.sp.size + mesh.sp.rank
-        local = config.num_attention_heads // shards
+        self._ulysses = mesh.ulysses
+        self._cp = mesh.cp
+        shard = mesh.tp.rank * mesh.ulysses.size + mesh.ulysses.rank
+        local = config.num_attention_heads // mesh.head_ranks
         slopes = alibi_slopes(config.num_attention_heads)
         self._masks = MaskTables(slopes[shard * local : (shard + 1) * local])
         self._rope_tables: dict[Rope, Rotation] = {}
@@ -72,30 +75,60 @@ class PositionEncoder:
         return *self._rope_tables.values(), self._masks.device_slopes
 
     def contexts(
-        self, rules: Iterable[AttentionRule], keys: Keys
-    ) -> dict[AttentionRule, AttentionContext]:
-        """The context of each distinct rule."""
+        self, rules: Mapping[int, AttentionRule], keys: Keys
+    ) -> dict[int, AttentionContext]:
+        """The context of each layer; layers whose attention is the same share one.
+
+        Args:
+            rules: Attention rule by number of the layer.
+            keys: The forward pass.
+        """
         rotations: dict[Rope | None, Rotation | None] = {None: None}
+        shared: dict[tuple[AttentionRule, str], AttentionContext] = {}
         contexts = {}
-        for rule in dict.fromkeys(rules):
+        for layer, rule in rules.items():
             if rule.rope is not None and rule.rope not in rotations:
                 rotations[rule.rope] = self._rotation(rule.rope, keys)
-            core = self._attention.backend(rule, keys).core(rule, keys, self._masks)
-            core = core if self._sp.size == 1 else UlyssesAttention(core, self._sp)
-            contexts[rule] = AttentionContext(rotations[rule.rope], core)
+            exchange = kind_of_layer(self._attention.exchanges, layer)
+            if (rule, exchange) not in shared:
+                core = self._core(rule, keys, exchange)
+                shared[rule, exchange] = AttentionContext(rotations[rule.rope], core)
+            contexts[layer] = shared[rule, exchange]
         return contexts
+
+    def _core(self, rule: AttentionRule, keys: Keys, exchange: str) -> AttentionCore:
+        """The core of a rule, for this rank's tokens and heads.
+
+        Args:
+            rule: Attention rule.
+            keys: The forward pass.
+            exchange: Kind of exchange of the context-parallel ranks.
+        """
+        if self._cp.size == 1:
+            core = self._attention.backend(rule, keys).core(rule, keys, self._masks)
+        else:
+            slopes_n = self._masks.slopes(rule, keys.device)
+            documents = keys.documents if keys.has_documents else None
+            ids_BS = None if documents is None else documents.doc_ids_BS
+            core = ContextAttention(rule, self._cp, exchange, slopes_n, ids_BS)
+        return core if self._ulysses.size == 1 else UlyssesAttention(core, self._ulysses)
 
     def _rotation(self, rope: Rope, keys: Keys) -> Rotation:
         """This rank's rows of the table."""
-        start, end, positions_BS = keys.offset, keys.offset + keys.queries, keys.positions_BS
-        table, local = self._rope_tables.get(rope), local_slice(keys.queries, self._sp)
+        start = keys.offset
+        end = keys.offset + keys.queries
+        positions_BS = keys.positions_BS
+        table = self._rope_tables.get(rope)
+        local = SequenceSlices.of(keys.queries, self._cp, self._ulysses)
         if table is None or table[0].device != keys.device or table[0].shape[0] < end:
             table = rope_table(max(end, self.max_length), rope, keys.device)
             self._rope_tables[rope] = table
         cos, sin, is_interleaved = table
         if positions_BS is None:
-            return Rotation(cos[start:end][local], sin[start:end][local], is_interleaved)
-        cos, sin = (part[positions_BS.t()].squeeze(2)[local] for part in (cos, sin))
+            cos, sin = (local.take(part[start:end], 0) for part in (cos, sin))
+            return Rotation(cos, sin, is_interleaved)
+        own_BS = local.take(positions_BS, 1)
+        cos, sin = (part[own_BS.t()].squeeze(2) for part in (cos, sin))
         return Rotation(cos, sin, is_interleaved)
 
 
@@ -103,18 +136,19 @@ def rope_rates(rope: Rope, device: torch.device) -> Tensor:
     """Angle per position of each pair of dimensions, [R / 2], fp32."""
     # Integers first: deepspeed.zero.Init makes floating-point constructors return bf16.
     steps = torch.arange(0, rope.size, 2, device=device).float() / rope.size
-    rates, scaling = rope.base**-steps, rope.scaling
+    rates = rope.base**-steps
+    scaling = rope.scaling
     if scaling is None:
         return rates
-    kept: Tensor | float = 0.0
+    unscaled: Tensor | float = 0.0
     if isinstance(scaling, Llama3Scaling):
         rotations = rates * (8192 / (2 * math.pi))
-        kept = ((rotations - 1) / (4 - 1)).clamp(0, 1)
+        unscaled = ((rotations - 1) / (4 - 1)).clamp(0, 1)
     elif isinstance(scaling, YarnScaling):
         low, high = scaling.bounds(rope)
         pairs = torch.arange(rope.size // 2, device=device).float()
-        kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
-    return rates * kept + rates / scaling.factor * (1 - kept)
+        unscaled = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return rates * unscaled + rates / scaling.factor * (1 - unscaled)
 
 
 def rope_table(length: int, rope: Rope, device: torch.device) -> Rotation:
@@ -129,9 +163,11 @@ def rope_table(length: int, rope: Rope, device: torch.device) -> Rotation:
     else:
         angles = torch.cat([angles, angles], dim=-1)
     angles = angles.view(length, 1, 1, rope.size)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     if rope.scaling is not None:
-        cos, sin = cos * rope.scaling.amplitude, sin * rope.scaling.amplitude
+        cos = cos * rope.scaling.amplitude
+        sin = sin * rope.scaling.amplitude
     return Rotation(cos, sin, rope.is_interleaved)
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.declaration.parts import NormSpec, PredictionSpec
 from megatron_ds.model.norm import build_norm
-from megatron_ds.model.spec.parts import NormSpec, PredictionSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.linear import ReplicatedLinear
 from megatron_ds.parallel.mesh import Group
@@ -34,7 +34,8 @@ class Prediction(nn.Module):
     def __init__(self, config: ModelConfig, name: str, group: Group, init: Initializer) -> None:
         super().__init__()
         self.is_wide = config.fp32_residual_connection
-        norm, weights = NormSpec(config), PredictionSpec(config, rows=0).named(name)
+        norm = NormSpec(config)
+        weights = PredictionSpec(config, rows=0).named(name)
         self.embedding_norm = build_norm(norm, f"{name}.embedding_norm", group)
         self.hidden_norm = build_norm(norm, f"{name}.hidden_norm", group)
         self.output_norm = build_norm(norm, f"{name}.output_norm", group)
@@ -48,11 +49,11 @@ class Prediction(nn.Module):
 
 
 def ahead(values_BS: Tensor, depth: int, documents_BS: Tensor | None) -> Tensor:
-    """The values so many places ahead; 0 beyond the end of the sample, or of the document.
+    """Values shifted left by `depth`; 0 past the end of the sample or document.
 
     Args:
         values_BS: A value of each token.
-        depth: How many places, at least 1.
+        depth: Number of positions, at least 1.
         documents_BS: Numbers of the tokens' documents. None: their ends do not matter.
     """
     pad = 0, min(depth, values_BS.shape[1])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig, ParallelConfig
 from megatron_ds.config.options.parallel import LAYER_KINDS
-from megatron_ds.model.spec.architecture import DENSE, Layer, ModelSpec, model_spec, run_spec
+from megatron_ds.model.declaration.architecture import DENSE, Layer, ModelSpec, model_spec, run_spec
 
 
 @functools.cache
@@ -24,16 +24,19 @@ def layers_per_stage(
     Args:
         model: Architecture; "parameters" needs the vocabulary size.
         parallel: Number of stages and method, both valid.
-        moe: Which layers have experts, and how many.
+        moe: Options of mixture-of-experts layers.
     """
-    stages, method = parallel.num_stages, parallel.pp_partition_method
+    stages = parallel.num_stages
+    method = parallel.pp_partition_method
     if stages == 1:
         return (model.num_layers,)
     chosen = parallel.given_layers_per_stage
     if chosen is not None:
         return chosen
-    tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    spec, pattern = model_spec(model, moe, tp_size, ep_size), parallel.partition_pattern
+    tp_size = parallel.tensor_model_parallel_size
+    ep_size = parallel.expert_model_parallel_size
+    spec = model_spec(model, moe, tp_size, ep_size)
+    pattern = parallel.partition_pattern
     parts = [spec.layers[part] for part in stage_slices(spec, [1] * model.num_layers)]
     if method == "parameters":
         return balanced([spec.elements(part) for part in parts], stages)

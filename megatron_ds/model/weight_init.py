@@ -62,13 +62,14 @@ class Initializer:
 
         def draw(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> Tensor:
             # The sharded dimension is the slowest, so that each range is contiguous.
-            rest = [size for index, size in enumerate(shape) if index != dim]
+            other_sizes = [size for index, size in enumerate(shape) if index != dim]
             if self.seed is None and torch.empty(0).is_meta:
-                return torch.empty(sum(map(len, ranges)), *rest).movedim(0, dim)
-            row = math.prod(rest)
-            values = np.empty((sum(map(len, ranges)), *rest), dtype=np.float32)
+                return torch.empty(sum(map(len, ranges)), *other_sizes).movedim(0, dim)
+            row = math.prod(other_sizes)
+            values = np.empty((sum(map(len, ranges)), *other_sizes), dtype=np.float32)
             if self.seed is not None:
-                flat, filled = values.reshape(-1), 0
+                flat = values.reshape(-1)
+                filled = 0
                 for rows in ranges:
                     part = flat[filled : filled + len(rows) * row]
                     self._fill(part, rows.start * row, stable_seed(self.seed, name), std, uniform)
@@ -84,7 +85,8 @@ class Initializer:
         threads = min(self.threads or _default_threads(), len(starts))
 
         def fill_chunk(start: int) -> None:
-            low, high = max(start, first), min(start + CHUNK, last)
+            low = max(start, first)
+            high = min(start + CHUNK, last)
             _fill_chunk(out[low - first : high - first], low, key, std, uniform=uniform)
 
         if threads <= 1:
@@ -111,14 +113,16 @@ def _fill_chunk(out: Array, first: int, key: int, std: float, *, uniform: bool) 
             np.multiply(block, np.float32(math.sqrt(12.0) * std), out=block)
         else:
             _make_normal(block, cosine, std)
-        low, high = max(start, first), min(start + BLOCK, first + len(out))
+        low = max(start, first)
+        high = min(start + BLOCK, first + len(out))
         out[low - first : high - first] = block[low - start : high - start]
         start += BLOCK
 
 
 def _make_normal(block: Array, cosine: Array, std: float) -> None:
     """Make normal(0, std) values of uniform ones in [0, 1) (Box and Muller 1958)."""
-    radius, angle = block[: BLOCK // 2], block[BLOCK // 2 :]
+    radius = block[: BLOCK // 2]
+    angle = block[BLOCK // 2 :]
     np.subtract(np.float32(1.0), radius, out=radius)  # from [0, 1) to (0, 1]
     np.log(radius, out=radius)
     np.multiply(radius, np.float32(-2.0 * std * std), out=radius)

@@ -25,7 +25,7 @@ class ActivationCheckpointing:
     """Runs functions so that their inner activations are recomputed instead of stored.
 
     Args:
-        config: What is recomputed.
+        config: Options of recomputation.
         rng: Random streams that a recomputation restores.
         checkpoint: Called with a function and its inputs; computes the function, and again in the
             backward pass, for which it restores both random streams. None: torch's.
@@ -34,7 +34,8 @@ class ActivationCheckpointing:
     def __init__(
         self, config: RecomputeConfig, rng: RngStreams, checkpoint: Function | None = None
     ) -> None:
-        self.config, self._rng = config, rng
+        self.config = config
+        self._rng = rng
         self._checkpoint = self._checkpoint_by_torch if checkpoint is None else checkpoint
 
     def run(self, function: Function, *inputs: Tensor) -> Tensor:

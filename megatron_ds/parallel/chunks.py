@@ -5,7 +5,7 @@ from __future__ import annotations
 CHUNK_BYTES = 2**28
 """Bytes of the logits of a chunk on a CPU, in the model's type."""
 DEVICE_CHUNK_BYTES = 2**29
-"""Bytes on other devices, whose products need more rows to be fast."""
+"""Bytes of the logits of a chunk on other devices, whose matmuls need more rows to be fast."""
 
 
 def chunk_bytes(*, on_host: bool) -> int:

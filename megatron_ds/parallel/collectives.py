@@ -197,7 +197,9 @@ reduce_scatter_sequence = in_graph(_sum_slices, _concatenate)
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+        ctx.send = send
+        ctx.receive = receive
+        ctx.group = group
         return _exchange(x, send, receive, group)
 
     @staticmethod

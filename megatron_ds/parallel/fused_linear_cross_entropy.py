@@ -1,10 +1,10 @@
 """Fused output layer and cross entropy: the logits of a batch are neither stored nor recomputed.
 
 The weight of every token's loss is known before its logits, so the forward pass turns each chunk of
-logits into its gradient at once and multiplies it out: three matrix products, one pass over the
-logits, and only the gradients of input and weight are stored for the backward pass. The vocabulary
-may be sharded over a group; the ranks then exchange two numbers per token (vocabulary-parallel
-cross entropy, Shoeybi et al. 2019, section 3). The products run at the padded width, whose rows are
+logits into its gradient at once and multiplies it out: three matmuls, one pass over the logits, and
+only the gradients of input and weight are stored for the backward pass. The vocabulary may be
+sharded over a group; the ranks then exchange two numbers per token (vocabulary-parallel cross
+entropy, Shoeybi et al. 2019, section 3). The matmuls run at the padded width, whose rows are
 aligned in memory; the logits of the padding are -inf, so its probabilities and gradients are zero.
 Optional: the z-loss (Chowdhery et al. 2022, section 5) and a bound of the logits (Gemma 2, 2024).
 
@@ -30,7 +30,7 @@ from megatron_ds.parallel.mesh import Group
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Losses [T] of logits [T, vocabulary] in fp32 and labels [T], each of its own row only."""
 TILE_ROWS = 256
-"""Rows that matrix products of devices compute together."""
+"""Rows of a tile in the matmul kernels of devices."""
 CACHED_LOGITS = 2**20
 """Logits of a softmax call on a CPU, so that its passes over them in fp32 stay in the cache."""
 
@@ -84,7 +84,7 @@ EAGER = LossKernels()
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a loss has in addition to the cross entropy."""
+    """Settings of the loss terms other than the cross entropy."""
 
     z_loss_coeff: float = 0.0
     """Coefficient of the square of the logarithm of the softmax's denominator."""
@@ -149,7 +149,7 @@ def linear_cross_entropy(
 
     Args:
         x_TH: Hidden states, the same on every rank. With sequence parallelism their gradient is
-            this rank's summand, which `gather_sequence` sums.
+            this rank's partial sum, which `gather_sequence` reduces.
         weight_vH: This rank's rows of the output layer.
         labels_T: Token ids below `vocab_size`.
         weights_T: Weight of each token's loss, fp32. None: ones.
@@ -160,9 +160,9 @@ def linear_cross_entropy(
         terms: The z-loss and the bound of the logits.
 
     Returns:
-        A scalar in fp32, and the sum of weight x z-loss, without its coefficient; None if that is
-        0. The scalar is without the z-loss, but its gradients are those of
-        loss + coefficient x z-loss.
+        The loss, a scalar in fp32 without the z-loss, whose gradients are the gradients of loss +
+        coefficient x z-loss; and the sum of weight x z-loss without its coefficient, None if the
+        coefficient is 0.
 
     Raises:
         UserError: If `function` does not return a loss for each label.
@@ -248,7 +248,8 @@ class _Loss:
         With a bound also its derivative."""
         if not self.rows and self.function is None:
             return x.new_empty((x.shape[0], 0)), None
-        logits, slope = x @ weight_vH.t(), None
+        logits = x @ weight_vH.t()
+        slope = None
         if (cap := self.terms.softcap) is not None:
             share = (logits.float() / cap).tanh_()
             logits.copy_(share * cap)
@@ -260,7 +261,8 @@ class _Loss:
         # By the width, not the rows: the ranks communicate once per chunk, so they need the same
         # number of chunks, but padding is on the last ranks only.
         columns = self.width if self.function is None else self.width * self.group.size
-        tokens, on_host = x_TH.shape[0], is_host(x_TH.device.type)
+        tokens = x_TH.shape[0]
+        on_host = is_host(x_TH.device.type)
         size = chunk_rows(tokens, columns, x_TH.element_size(), on_host=on_host)
         return [slice(start, start + size) for start in range(0, tokens, size)]
 
@@ -274,14 +276,16 @@ class _Loss:
         return torch.stack([loss.sum() for loss in losses])
 
     def _custom_loss_(self, logits: Tensor, labels: Tensor, *, for_gradient: bool) -> list[Tensor]:
-        """As `_cross_entropy_`, by `function` and autograd, on the logits of all ranks."""
+        """Does the same as `_cross_entropy_` for the loss `function`, by autograd, with the logits
+        gathered from all ranks."""
         assert self.function is not None
         full = all_gather(logits, self.group).transpose(0, 1).flatten(1)[:, : self.vocab_size]
         with torch.set_grad_enabled(for_gradient):
             full = full.float().detach().requires_grad_(for_gradient)
             losses = self.function(full, labels)
             if losses.shape != labels.shape:
-                shape, needed = list(losses.shape), list(labels.shape)
+                shape = list(losses.shape)
+                needed = list(labels.shape)
                 raise user_error("loss-of-other-shape", found=shape, needed=needed)
             parts = [losses.float(), *self.terms.z_loss(full.logsumexp(dim=-1))]
             if for_gradient and self.rows:
@@ -309,7 +313,8 @@ class _Loss:
             log_sum = torch.full_like(picked, -torch.inf)
         if self.group.size > 1:
             parts = all_gather(torch.stack([log_sum, picked]), self.group)
-            total, picked = parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
+            total = parts[:, 0].logsumexp(dim=0)
+            picked = parts[:, 1].sum(dim=0)
         else:
             total = log_sum
         factors = None if total is log_sum else (log_sum - total).exp()
@@ -346,7 +351,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _adds_products_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch adds products of matrices of this type to fp32 correctly on this device."""
+    """Whether torch correctly accumulates matmuls of this type into fp32 on this device."""
     ones = torch.ones((8, 8), dtype=dtype, device=device)
     total = torch.full((8, 8), 2.0**-12, dtype=torch.float32, device=device)
     try:
@@ -362,7 +367,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x_TH: Tensor, weight_vH: Tensor, loss: _Loss
     ) -> tuple[Tensor, Tensor | None]:
         total, grad_x, grad_weight = loss.value_and_gradients(x_TH, weight_vH)
-        ctx.weight_type, ctx.loss = weight_vH.dtype, loss
+        ctx.weight_type = weight_vH.dtype
+        ctx.loss = loss
         ctx.save_for_backward(grad_x, grad_weight)
         value, z_loss = loss.split(total)
         if z_loss is not None:
@@ -373,7 +379,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, None]:
         grad_x, grad_weight = ctx.saved_tensors
         # In fp32, because the factor contains the number of tokens and the loss scale.
-        kernels, group = ctx.loss.kernels, ctx.loss.group
+        kernels = ctx.loss.kernels
+        group = ctx.loss.group
         grad_x = kernels.multiply(grad_x, grad)
         work = None if group.sequence_parallel else start_all_reduce_(grad_x, group)
         grad_weight = kernels.multiply(grad_weight, grad).to(ctx.weight_type)

@@ -55,7 +55,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Args:
         weight: Matrix [out, in]. Its sections, e.g. (q, k, v), are each sharded evenly.
-        bias: Vector [out]. None: there is no bias.
+        bias: Vector [out]; None for a layer without bias.
         group: Tensor-parallel group.
         init: Draws the initial values.
     """
@@ -89,7 +89,8 @@ class ReplicatedLinear(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -115,8 +116,13 @@ class _ColumnParallel(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows, is_sharded = grad.flatten(0, -2), ctx.group.sequence_parallel
-        grad_x = grad_weight = grad_bias = work = gathered = None
+        rows = grad.flatten(0, -2)
+        is_sharded = ctx.group.sequence_parallel
+        grad_x = None
+        grad_weight = None
+        grad_bias = None
+        work = None
+        gathered = None
         if is_sharded and needs_weight:
             gathered = start_all_gather(x, ctx.group)
         if needs_x:

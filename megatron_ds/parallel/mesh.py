@@ -7,8 +7,9 @@ in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -17,58 +18,70 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ds.config.parallel_axes import AXES
 from megatron_ds.config.problems import user_error
 
 Ranks = tuple[int, ...]
 """Global ranks of a group, in the group's order."""
-URGENT = ("tp", "sp", "pp")
-"""Axes whose messages hold up the layers of a pass."""
+URGENT = ("tp", "cp", "ulysses", "sequence", "pp")
+"""Axes whose communication the layers of a pass wait for."""
+SHARING = ("cp", "ulysses", "sequence")
+"""Groups of `Mesh` whose ranks have slices of the same sequences."""
 
 
 def axis_groups(
-    world_size: int, tp_size: int, *, pp_size: int = 1, sp_size: int = 1, ep_size: int = 1
+    world_size: int,
+    tp_size: int,
+    *,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    ulysses_size: int = 1,
+    ep_size: int = 1,
 ) -> dict[str, list[Ranks]]:
     """All groups of every parallel axis, by rank arithmetic alone.
 
-    Ranks are ordered (pipeline, data, expert, sequence, tensor), tensor fastest, so that the groups
-    that communicate most have neighbouring ranks. Expert parallelism adds no processes:
+    Ranks are ordered (pipeline, data, expert, context, Ulysses, tensor), tensor fastest, so that
+    the groups that communicate most have neighbouring ranks. Expert parallelism adds no processes:
     it subdivides the data-parallel ranks (as in Megatron and DeepSpeed-MoE). The gradients of
-    dense parameters are therefore averaged over data x expert x sequence (`dp_sp`), experts'
-    gradients over data x sequence (`expert_dp`).
+    dense parameters are therefore averaged over data x expert x context x Ulysses (`replicas`), of
+    experts over data x context x Ulysses (`expert_dp`).
 
     Args:
         world_size: Number of processes.
         tp_size: Tensor-parallel size.
         pp_size: Pipeline-parallel size.
-        sp_size: Sequence-parallel (Ulysses) size.
+        cp_size: Context-parallel size.
+        ulysses_size: Sequence-parallel (Ulysses) size.
         ep_size: Expert-parallel size.
 
     Returns:
-        Groups by axis: "tp", "sp", "ep", "expert_dp", "dp", "pp"; "model": the tensor x pipeline
-        ranks that together hold one copy of the model; "ep_tp": the ranks that together hold all
-        experts, if tensor-parallel ranks have different ones; "sp_tp": those that process the same
-        samples; "dp_sp": the ranks with the same parameters, over which gradients are averaged, and
-        "expert_dp": those with the same experts; "embedding": the first and the last stage of a
-        pipeline, which have a tied embedding, or the stages between them.
+        Groups by axis: "tp", "cp", "ulysses", "ep", "expert_dp", "dp", "pp"; "sequence": the
+        context x Ulysses ranks that have slices of the same sequences; "model": the tensor x
+        pipeline ranks that together hold one copy of the model; "ep_tp": the ranks that together
+        hold all experts, if tensor-parallel ranks have different ones; "same_batch": those that
+        process the same samples; "replicas": the ranks with the same parameters, over which
+        gradients are averaged, and "expert_dp": those with the same experts; "embedding": the first
+        and the last stage of a pipeline, which have a tied embedding, or the stages between them.
 
     Raises:
         UserError: If the product of the sizes does not divide `world_size`.
     """
-    sizes = {"tensor": tp_size, "pipeline": pp_size, "sequence": sp_size, "expert": ep_size}
-    product = tp_size * pp_size * sp_size * ep_size
-    if min(sizes.values()) < 1 or world_size % product:
+    sizes = {"tensor": tp_size, "pipeline": pp_size, "context": cp_size, "sequence": ulysses_size}
+    sizes["expert"] = ep_size
+    if min(sizes.values()) < 1 or world_size % math.prod(sizes.values()):
         layout = " x ".join(f"{name}-parallel size {size}" for name, size in sizes.items())
         raise user_error(
             "world-size-not-divisible-by-parallel-sizes", world_size=world_size, layout=layout
         )
-    grid = torch.arange(world_size).view(pp_size, -1, ep_size, sp_size, tp_size)
-    pp, edp, ep, sp, tp = range(5)
-    spans: dict[str, tuple[int, ...]] = {"tp": (tp,), "sp": (sp,), "ep": (ep,)}
-    spans |= {"expert_dp": (edp, sp), "dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
-    spans |= {"sp_tp": (sp, tp), "dp_sp": (edp, ep, sp), "ep_tp": (ep, tp)}
+    grid = torch.arange(world_size).view(pp_size, -1, ep_size, cp_size, ulysses_size, tp_size)
+    pp, edp, ep, *sequence, tp = range(grid.dim())
+    spans: dict[str, tuple[int, ...]] = {"tp": (tp,), "sequence": (*sequence,), "ep": (ep,)}
+    spans |= {"cp": (sequence[0],), "ulysses": (sequence[1],)}
+    spans |= {"expert_dp": (edp, *sequence), "dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
+    spans |= {"same_batch": (*sequence, tp), "replicas": (edp, ep, *sequence), "ep_tp": (ep, tp)}
     groups = {}
     for name, span in spans.items():
-        others = [dim for dim in range(5) if dim not in span]
+        others = [dim for dim in range(grid.dim()) if dim not in span]
         size = torch.Size([grid.shape[dim] for dim in span]).numel()
         groups[name] = [
             tuple(row) for row in grid.permute(*others, *span).reshape(-1, size).tolist()
@@ -113,8 +126,8 @@ class Group:
 class Mpu:
     """The model-parallel unit: the mesh under the method names that DeepSpeed calls.
 
-    DeepSpeed's data-parallel ranks are the ranks of `Mesh.dp_sp`: with slices of sequences as with
-    samples, ZeRO partitions states over them and averages their gradients. DeepSpeed's own
+    DeepSpeed's data-parallel ranks are the ranks of `Mesh.replicas`: with slices of sequences as
+    with samples, ZeRO partitions states over them and averages their gradients. DeepSpeed's own
     sequence-parallel methods are left out, because its stages disagree on the gradients' factor.
 
     For each axis of DeepSpeed's it has get_AXIS_rank, get_AXIS_world_size, get_AXIS_group and
@@ -126,16 +139,16 @@ class Mpu:
 
     def __init__(self, mesh: Mesh) -> None:
         axes = {
-            "data_parallel": mesh.dp_sp,
+            "data_parallel": mesh.replicas,
             "model_parallel": mesh.model,
             "tensor_model_parallel": mesh.tp,
             "pipeline_model_parallel": mesh.pp,
         }
         for axis, group in axes.items():
-            setattr(self, f"get_{axis}_rank", lambda group=group: group.rank)
-            setattr(self, f"get_{axis}_world_size", lambda group=group: group.size)
-            setattr(self, f"get_{axis}_group", lambda group=group: group.handle)
-            setattr(self, f"get_{axis}_group_ranks", lambda group=group: list(group.ranks))
+            setattr(self, f"get_{axis}_rank", partial(getattr, group, "rank"))
+            setattr(self, f"get_{axis}_world_size", partial(getattr, group, "size"))
+            setattr(self, f"get_{axis}_group", partial(getattr, group, "handle"))
+            setattr(self, f"get_{axis}_group_ranks", partial(list, group.ranks))
 
 
 @dataclass(frozen=True)
@@ -148,20 +161,29 @@ class Mesh:
     world_size: int
     rank: int
     tp: Group
-    sp: Group
+    pp: Group
+    dp: Group
+    cp: Group
+    ulysses: Group
+    sequence: Group
+    """The ranks that have slices of the same sequences."""
     ep: Group
     expert_dp: Group
-    dp: Group
-    pp: Group
-    model: Group
-    sp_tp: Group
-    dp_sp: Group
+    replicas: Group
+    same_batch: Group
     ep_tp: Group
+    model: Group
     embedding: Group
     p2p: Group
-    """`pp` for the messages between stages, which wait for no collective of other groups."""
+    """Same ranks as `pp`, for sends between stages, which do not wait for collectives of other
+    groups."""
     has_whole_experts: bool = False
     """Whether tensor-parallel ranks have different experts."""
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that share the heads inside attention."""
+        return self.tp.size * self.ulysses.size
 
     @property
     def experts(self) -> Group:
@@ -174,7 +196,8 @@ class Mesh:
         tp_size: int,
         *,
         pp_size: int = 1,
-        sp_size: int = 1,
+        cp_size: int = 1,
+        ulysses_size: int = 1,
         ep_size: int = 1,
         timeout: timedelta | None = None,
     ) -> Mesh:
@@ -183,15 +206,24 @@ class Mesh:
         Args:
             tp_size: Tensor-parallel size.
             pp_size: Pipeline-parallel size.
-            sp_size: Sequence-parallel size.
+            cp_size: Context-parallel size.
+            ulysses_size: Sequence-parallel size.
             ep_size: Expert-parallel size.
             timeout: Timeout of the groups' collectives. None: torch's default for the backend.
 
         Raises:
             UserError: If the product of the sizes does not divide the number of processes.
         """
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        axes = axis_groups(world_size, tp_size, pp_size=pp_size, sp_size=sp_size, ep_size=ep_size)
+        world_size = dist.get_world_size()
+        rank = dist.get_rank()
+        axes = axis_groups(
+            world_size,
+            tp_size,
+            pp_size=pp_size,
+            cp_size=cp_size,
+            ulysses_size=ulysses_size,
+            ep_size=ep_size,
+        )
         # Axes with the same ranks share their process groups: each costs connections and memory.
         create = cache(partial(_create_group, rank=rank, timeout=timeout))
         urgent = URGENT if dist.get_backend() == "nccl" else ()
@@ -210,21 +242,20 @@ class Mesh:
         Their sizes without the last one's multiply to the number of processes: experts subdivide
         the data-parallel ranks.
         """
-        return {
-            "tensor": self.tp,
-            "pipeline": self.pp,
-            "sequence": self.sp,
-            "data": self.dp,
-            "expert": self.ep,
-        }
+        return {axis.title: getattr(self, axis.name) for axis in AXES}
 
-    def describe(self, *, detailed: bool = False) -> str:
+    def groups(self) -> dict[str, Group]:
+        """All groups by name, the axes first."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Group)}
+
+    def describe(self, *, detailed: bool = False, exchange: str = "") -> str:
         """The sizes of the axes, such as "tensor parallel 2 x data parallel 4".
 
         Args:
-            detailed: Add what the axes are used for besides.
+            detailed: Whether to add further uses of the axes, such as sequence parallelism.
+            exchange: Kind of exchange of context-parallel ranks, for the details.
         """
-        details = {"sequence": " (Ulysses)"}
+        details = {"sequence": " (Ulysses)", "context": f" ({exchange})"}
         if self.tp.sequence_parallel:
             details["tensor"] = " (with sequence parallelism)"
         if (size := self.experts.size) > 1:
@@ -245,13 +276,17 @@ class Mesh:
         """
         is_split = sequence_parallel and self.tp.size > 1
         tp = replace(self.tp, sequence_parallel=is_split)
-        return replace(self, tp=tp, sp=replace(self.sp), has_whole_experts=has_whole_experts)
+        sharing = {name: replace(getattr(self, name)) for name in SHARING}
+        return replace(self, tp=tp, has_whole_experts=has_whole_experts, **sharing)
 
     @contextmanager
     def complete_sequences(self) -> Iterator[None]:
         """Within it, each rank of a mesh `of_model` computes complete sequences."""
         alone = {"ranks": (self.rank,), "rank": 0, "handle": None}
-        with self.tp._replaced(sequence_parallel=False), self.sp._replaced(**alone):
+        with ExitStack() as stack:
+            stack.enter_context(self.tp._replaced(sequence_parallel=False))
+            for name in SHARING:
+                stack.enter_context(getattr(self, name)._replaced(**alone))
             yield
 
     @classmethod
@@ -280,8 +315,8 @@ def _create_group(
     The groups are disjoint and contain all processes, so that each one creates exactly one group,
     without other processes: the time does not grow with the number of groups. This also holds where
     a communicator is split off the one of all processes (NCCL), to which each one contributes once.
-    Urgent messages have a group of their own, though it may contain all processes. NCCL's kernels
-    for them go before others: otherwise a product that is launched after a message, to hide it, may
+    Urgent communication has a group of its own, even if it contains all processes. Its NCCL kernels
+    have priority: otherwise a matmul that is launched after a collective, to overlap with it, may
     occupy the device first.
     """
     options = None

@@ -25,7 +25,7 @@ CPU = torch.device(HOST)
 
 
 class MicroBatchSeed(NamedTuple):
-    """From what the layers of one micro-batch are seeded."""
+    """Inputs of the random seeds of one micro-batch's layers."""
 
     seed: int
     """Seed of the run."""
@@ -37,6 +37,22 @@ def stable_seed(*parts: int | str) -> int:
     """A 63-bit seed that depends on `parts` alone, not on the process or the Python version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def default_state(device: torch.device) -> Tensor:
+    """State of torch's default generator for a device."""
+    if is_host(device.type):
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_default_state(device: torch.device, state: Tensor) -> None:
+    """Continue torch's default generator for a device from a state."""
+    if is_host(device.type):
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class RngStreams:
@@ -57,7 +73,8 @@ class RngStreams:
         self.sharded_state = self._seeded_state(stable_seed("sharded", tp_rank, *self._slice))
         """State of the sharded stream, for `restore_tp_rng`."""
         self._seed: int | None = None
-        self._position = self._stride = 0
+        self._position = 0
+        self._stride = 0
 
     def begin_step(self, seed: int, position: int, stride: int) -> None:
         """Set from what the micro-batches of the next step are seeded.
@@ -67,7 +84,9 @@ class RngStreams:
             position: Position of the first micro-batch: the samples consumed before its first one.
             stride: Samples from one micro-batch of this rank to its next.
         """
-        self._seed, self._position, self._stride = seed, position, stride
+        self._seed = seed
+        self._position = position
+        self._stride = stride
 
     def next_micro_batch(self) -> MicroBatchSeed | None:
         """The seed of the step's next micro-batch, for `begin_layer`; None without `begin_step`.
@@ -84,7 +103,7 @@ class RngStreams:
         """Seed both streams for a layer, also when its activations are recomputed.
 
         Args:
-            micro_batch: What `next_micro_batch` returned. None: the streams are left as they are.
+            micro_batch: Seed that `next_micro_batch` returned. None leaves the streams unchanged.
             layer: Number of the layer.
         """
         if micro_batch is None:
@@ -113,7 +132,8 @@ class RngStreams:
     @contextmanager
     def restore_tp_rng(self, state: Tensor) -> Iterator[None]:
         """Start the sharded stream from `state` inside the context; then continue where it was."""
-        current, self.sharded_state = self.sharded_state, state
+        current = self.sharded_state
+        self.sharded_state = state
         try:
             yield
         finally:
@@ -129,13 +149,7 @@ class RngStreams:
             self._set_default_state(self._seeded_state(seed))
 
     def _default_state(self) -> Tensor:
-        if is_host(self._device.type):
-            return torch.get_rng_state()
-        state: Tensor = torch.get_device_module(self._device).get_rng_state(self._device)
-        return state
+        return default_state(self._device)
 
     def _set_default_state(self, state: Tensor) -> None:
-        if is_host(self._device.type):
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(self._device).set_rng_state(state, self._device)
+        set_default_state(self._device, state)

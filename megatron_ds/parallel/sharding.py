@@ -1,4 +1,4 @@
-"""Builds parameters from their declarations: this rank's part, with values and marks.
+"""Builds parameters from their declarations: this rank's shard, with values and marks.
 
 The declaration is attached to the parameter. Gradient norms, optimizers and checkpoints read it and
 guess nothing from names. Also sets the marks by which DeepSpeed
@@ -96,22 +96,23 @@ def declare(
     *,
     is_whole: bool = False,
 ) -> None:
-    """Mark a parameter as this rank's part of a weight, and complete its gradients.
+    """Mark a parameter as this rank's shard of a weight, and complete its gradients.
 
-    Gradients that ranks have in part are summed as autograd computes them, before they are
-    accumulated: an engine that reduces or partitions gradients has them complete, at any ZeRO
-    stage. A replicated parameter still counts once in norms.
+    Partial gradients are all-reduced as autograd computes them, before they are accumulated: an
+    engine that reduces or partitions gradients gets complete ones, at any ZeRO stage. A replicated
+    parameter still counts once in norms.
 
     Args:
         param: The parameter.
         weight: Its declaration, with the canonical name.
         tp: Tensor-parallel group.
         ep_size: Expert-parallel size.
-        is_whole: Tensor-parallel ranks have different experts, of those of an expert-parallel rank.
+        is_whole: Whether the tensor-parallel ranks hold different experts of their expert-parallel
+            rank.
     """
     param.declaration = weight  # type: ignore[attr-defined]
-    of_ranks = ShardSpec(0, (weight.shape[0] // ep_size,) * ep_size)
-    if (shard := of_ranks if is_whole else weight.shard) is not None:
+    expert_shard = ShardSpec(0, (weight.shape[0] // ep_size,) * ep_size)
+    if (shard := expert_shard if is_whole else weight.shard) is not None:
         mark_sharded(param, shard)
     if weight.is_stacked:
         mark_experts(param, ep_size)
@@ -173,22 +174,26 @@ def declared_parameter(
         tp: Tensor-parallel group.
         init: Draws the initial values.
         ep: Expert-parallel group, for experts.
-        is_whole: As for `declare`.
+        is_whole: See `declare`.
     """
     ep_rank, ep_size = (0, 1) if ep is None else (ep.rank, ep.size)
-    first, names, padding = int(weight.is_stacked), [weight.name], 0
+    first = int(weight.is_stacked)
+    names = [weight.name]
+    padding = 0
     spec = weight.shard or ShardSpec(first, (weight.shape[first],))
     ranges = spec.ranges(*(tp.rank, tp.size) if weight.shard and not is_whole else (0, 1))
     if weight.is_stacked:  # each expert is drawn by its number
         if is_whole:
-            ep_rank, ep_size = ep_rank * tp.size + tp.rank, ep_size * tp.size
+            ep_rank = ep_rank * tp.size + tp.rank
+            ep_size *= tp.size
         local = weight.shape[0] // ep_size
         experts = range(ep_rank * local, (ep_rank + 1) * local)
         names = [weight.name.replace("experts.", f"experts.{expert}.") for expert in experts]
     shape = (weight.shape[first] - weight.padding, *weight.shape[first + 1 :])
     if weight.padding:
         drawn = [range(min(rows.start, shape[0]), min(rows.stop, shape[0])) for rows in ranges]
-        padding, ranges = sum(map(len, ranges)) - sum(map(len, drawn)), drawn
+        padding = sum(map(len, ranges)) - sum(map(len, drawn))
+        ranges = drawn
 
     def values(name: str) -> Tensor:
         if weight.std:

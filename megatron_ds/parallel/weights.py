@@ -48,7 +48,8 @@ class ShardSpec:
     def ranges(self, rank: int, size: int) -> list[range]:
         """Indices along `dim` that `rank` of `size` holds, one range per section."""
         self.check(size)
-        ranges, start = [], 0
+        ranges = []
+        start = 0
         for section in self.sections:
             local = section // size
             ranges.append(range(start + rank * local, start + (rank + 1) * local))
@@ -62,7 +63,9 @@ class ShardSpec:
             Rank, and indices in its shard, in the order of `indices`.
         """
         self.check(size)
-        position, start, local_start = indices.start, 0, 0
+        position = indices.start
+        start = 0
+        local_start = 0
         for section in self.sections:
             local = section // size
             while start <= position < min(start + section, indices.stop):
@@ -70,11 +73,13 @@ class ShardSpec:
                 count = min(local - offset, indices.stop - position)
                 yield rank, range(local_start + offset, local_start + offset + count)
                 position += count
-            start, local_start = start + section, local_start + local
+            start += section
+            local_start += local
 
     def full_indices(self, indices: range, rank: int, size: int) -> list[range]:
         """Indices along `dim` of the full tensor, for indices in the shard of `rank` of `size`."""
-        parts, local_start = [], 0
+        parts = []
+        local_start = 0
         for full in self.ranges(rank, size):
             start = max(indices.start - local_start, 0)
             parts.append(full[start : max(indices.stop - local_start, start)])
@@ -86,7 +91,7 @@ class Role(StrEnum):
     """Role of a weight in training and checkpoints."""
 
     MATRIX = "matrix of a layer"
-    """Decayed; updated by Muon and SOAP."""
+    """Decayed; a matrix of a layer, which optimizers of matrices update as such."""
     VECTOR = "bias, or weight of a norm"
     """Not decayed."""
     POSITIONS = "learned positions"

@@ -1,8 +1,8 @@
-"""Computes the messages of a rank in a training step, from the configuration alone.
+"""Computes the communication volume of a rank in a training step, from the configuration alone.
 
-Counts the messages that hold parameters, gradients and hidden states, with the sizes that
-torch.distributed sees; not the few bytes of a step's norms and flags.
-`tests/dist/test_planned_communication.py` compares them with the messages of trained steps.
+Counts the collectives and sends of parameters, gradients and hidden states, with the sizes that
+torch.distributed sees. Omits the few bytes of a step's norms and flags.
+`tests/dist/test_planned_communication.py` compares them with the communication of training steps.
 
 Shapes: T tokens of a micro-batch on this rank, H hidden.
 """
@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.fields import in_effect
-from megatron_ds.model.spec.architecture import is_expert
-from megatron_ds.model.spec.parts import FP32, AttentionSpec
+from megatron_ds.config.options.parallel import ALL_GATHER, P2P, kind_of_layer
+from megatron_ds.model.declaration.architecture import is_expert
+from megatron_ds.model.declaration.forward_pass import FP32
+from megatron_ds.model.declaration.parts import AttentionSpec
+from megatron_ds.parallel.context.layout import CHUNKS, ContextLayout, VisibleKeys
 from megatron_ds.parallel.weights import Partial, Weight
 from megatron_ds.planning.memory_inputs import PlannedRun
 
@@ -22,28 +25,29 @@ RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 """Sends of a message by each rank of a long ring; (n - 1) / n times as many on n ranks."""
 
 ALLREDUCE_BUCKET = 500_000_000
-"""Elements that DeepSpeed copies into one message if it has no bucket."""
+"""Elements that DeepSpeed reduces in one all-reduce if no bucket size is configured."""
 LOSS_STATISTICS = 2
-"""Numbers of each token that the ranks with parts of the vocabulary exchange for the loss."""
+"""Values per token that the ranks with shards of the vocabulary exchange for the loss."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of one kind in a step of one rank."""
+    """Communication of one kind in a step of one rank."""
 
     operation: str
     """all-reduce, all-gather, reduce-scatter, all-to-all, or send (to one rank)."""
     axis: str
-    """Parallel axis whose ranks take part: tp, sp, ep, pp, dp, or an axis of `axis_groups`."""
+    """Parallel axis whose ranks take part: one of `AXES`, or another one of `axis_groups`."""
     what: str
-    """Content of the messages."""
+    """Kind of tensors that are communicated, for reports."""
     size: int
-    """Bytes of all messages together, each counted once: the full tensor of all ranks."""
+    """Total bytes of the communicated tensors in a step, each counted once as the full tensor of
+    all ranks."""
     ranks: int
-    """Ranks that take part."""
+    """Number of ranks that take part."""
     messages: int = 1
     overlaps: float = 0.0
-    """The part of the step's backward passes during which the messages are sent."""
+    """Fraction of the step's backward passes during which the communication takes place."""
 
     @property
     def sent(self) -> float:
@@ -53,14 +57,23 @@ class Traffic:
         return self.size * RING[self.operation] * (self.ranks - 1) / self.ranks
 
 
-def step_traffic(run: PlannedRun, pp_rank: int = 0) -> list[Traffic]:
-    """The messages of a pipeline rank in a step, at the run's final batch size."""
-    messages = _Messages(run, pp_rank)
+def step_traffic(run: PlannedRun, pp_rank: int = 0, cp_rank: int | None = None) -> list[Traffic]:
+    """Communication of a rank in a step, at the run's final batch size.
+
+    Args:
+        run: The run.
+        pp_rank: Pipeline rank.
+        cp_rank: Context-parallel rank. None: the last one, which sends most.
+    """
+    messages = _Messages(
+        run, pp_rank, run.config.parallel.cp_size - 1 if cp_rank is None else cp_rank
+    )
     parts = (
         messages.gradients_and_parameters(),
         messages.of_tensor_parallelism(),
         messages.of_partial_gradients(),
         messages.of_ulysses(),
+        messages.of_context(),
         messages.of_experts(),
         messages.of_stages(),
     )
@@ -68,13 +81,19 @@ def step_traffic(run: PlannedRun, pp_rank: int = 0) -> list[Traffic]:
 
 
 class _Messages:
-    def __init__(self, run: PlannedRun, pp_rank: int) -> None:
+    def __init__(self, run: PlannedRun, pp_rank: int, cp_rank: int) -> None:
         config = run.config
-        self.config, self.model, self.parallel = config, config.model, in_effect(config.parallel)
-        self.inputs, self.pp_rank = run.inputs, pp_rank
+        self.config = config
+        self.model = config.model
+        self.parallel = in_effect(config.parallel)
+        self.inputs = run.inputs
+        self.pp_rank = pp_rank
+        self.cp_rank = cp_rank
         self.replicas = self.inputs.dp_size
-        self.tp_size, self.sp_size = self.inputs.tp_size, self.inputs.sp_size
-        self.count, self.spec = run.micro_batches, run.spec
+        self.tp_size = self.inputs.tp_size
+        self.ulysses_size = self.inputs.ulysses_size
+        self.count = run.micro_batches
+        self.spec = run.spec
         self.rank_layers = run.rank_layers[pp_rank]
         self.own = self.parallel.stages_of_ranks[pp_rank]
         self.stages = len(run.stages)
@@ -89,10 +108,11 @@ class _Messages:
         """Layers with experts."""
         self.shared = sum(part.shared is not None for part in experts)
         """Layers with shared experts."""
-        hidden, moe = config.model.hidden_size, config.moe
+        hidden = config.model.hidden_size
+        moe = config.moe
         self.share = moe.moe_router_topk * (moe.moe_latent_size or hidden) / hidden
         """Elements of a token's rows for its experts, relative to the hidden size."""
-        self.tokens = config.schedule.micro_batch_size * config.model.seq_length // self.sp_size
+        self.tokens = run.tokens
         self.stream = self.tokens * config.model.hidden_size * self.inputs.param_bytes
         """Bytes of the hidden states of a micro-batch, [T, H]."""
         self.is_wide = config.model.fp32_residual_connection
@@ -100,17 +120,19 @@ class _Messages:
 
     def gradients_and_parameters(self) -> Iterator[Traffic]:
         """Yields the traffic of data parallelism, by ZeRO stage. Experts have fewer replicas."""
-        layers, ep_size = self.rank_layers, self.config.expert_parallel_size
+        layers = self.rank_layers
+        ep_size = self.config.expert_parallel_size
         size = self.spec.elements(layers)
         experts = self.spec.elements(layers, is_expert) if ep_size > 1 else 0
         again = self._gathered_again()
-        yield from self._of_replicas(size - experts, "dp_sp", self.replicas, again)
+        yield from self._of_replicas(size - experts, "replicas", self.replicas, again)
         yield from self._of_replicas(experts, "expert_dp", self.replicas // ep_size)
 
     def _of_replicas(
         self, elements: int, axis: str, ranks: int, again: int = 0
     ) -> Iterator[Traffic]:
-        stage, zero = self.inputs.zero_stage, self.inputs.zero
+        stage = self.inputs.zero_stage
+        zero = self.inputs.zero
         gradients = elements * self.inputs.reduction_bytes
         parameters = elements * self.inputs.param_bytes
         times = self.count if stage > 1 else 1
@@ -118,7 +140,8 @@ class _Messages:
         total = times * gradients
         if stage == 3:  # the parameters of each layer, for the forward and the backward pass
             gathers = self.count * 2
-            size, messages = gathers * parameters, gathers * (self.layers + 2)
+            size = gathers * parameters
+            messages = gathers * (self.layers + 2)
             size += self.count * again * self.inputs.param_bytes
             yield Traffic("reduce-scatter", axis, "gradients", total, ranks, buckets, 1.0)
             yield Traffic("all-gather", axis, "parameters", size, ranks, messages, 1.0)
@@ -133,21 +156,24 @@ class _Messages:
             yield Traffic("all-gather", axis, "parameters", parameters, ranks, messages)
 
     def _gathered_again(self) -> int:
-        """Elements that multi-token prediction gathers besides: the embedding for each depth, and
-        for each loss an output layer. A tied one stays gathered."""
-        depths, ends = self.losses - 1, self.spec.after[-1:]
+        """Elements that ZeRO-3 gathers again for multi-token prediction: the embedding at each
+        depth, and an output layer for each loss. A tied embedding stays gathered."""
+        depths = self.losses - 1
+        ends = self.spec.after[-1:]
         if depths == 0 or not self.model.untie_embeddings_and_output_weights:
             return 0
         embedding = self.spec.elements(self.spec.before)
         return depths * embedding + self.losses * (self.spec.elements(ends) - embedding)
 
     def of_tensor_parallelism(self) -> Iterator[Traffic]:
-        """The sums that the layers declare, one of the embedding and one of the output layer.
+        """Yields the all-reduces that the layers declare, one of the embedding and one of the
+        output layer.
 
-        The experts' sums are of all rows that they compute.
+        The all-reduces of experts cover all rows that they compute.
         """
         size = self.tp_size
-        hidden, ends = "hidden states", self.embeddings + self.losses
+        hidden = "hidden states"
+        ends = self.embeddings + self.losses
         passes = 3 if self.is_recomputed else 2
         is_whole = self.config.has_whole_experts
         expert_sums = 0 if is_whole else self.share * passes
@@ -157,9 +183,10 @@ class _Messages:
         parts = [part for layer in self.rank_layers for part in layer.parts.values()]
         regions = sum(part.regions for part in parts)
         sums = self.count * passes * sum(part.statistics for part in parts)
-        of_norms = sums * FP32 * self.tokens
-        yield Traffic("all-reduce", "tp", "statistics of norms", of_norms, size, sums)
-        latents, features = self.count * sum(part.latents > 0 for part in parts), "latent vectors"
+        norm_bytes = sums * FP32 * self.tokens
+        yield Traffic("all-reduce", "tp", "statistics of norms", norm_bytes, size, sums)
+        latents = self.count * sum(part.latents > 0 for part in parts)
+        features = "latent vectors"
         size_of_latents = sum(part.latents for part in parts) * self.tokens * self.count
         size_of_latents *= self.inputs.param_bytes
         # Their gradients are summed instead of those of the hidden states.
@@ -198,35 +225,79 @@ class _Messages:
             return weight.partial_over in kinds or any(part in weight.name for part in parts)
 
         elements = self.spec.elements(self.rank_layers, is_partial)
-        size, what = self.count * elements * self.inputs.param_bytes, "replicated parameters"
+        size = self.count * elements * self.inputs.param_bytes
+        what = "replicated parameters"
         yield Traffic("all-reduce", "tp", f"gradients of {what}", size, self.tp_size)
 
     def of_ulysses(self) -> Iterator[Traffic]:
         """Queries, keys and values before attention, its output after it, and their gradients."""
         attention = self.spec.blocks[0].parts["attention"]
         assert isinstance(attention, AttentionSpec)
-        q, kv = attention.exchanged(self.tp_size, self.sp_size)
+        q, kv = attention.exchanged(self.tp_size, self.ulysses_size)
         exchanged = self.tokens * self.inputs.param_bytes * (2 * q + 2 * kv)
         passes = 3 if self.is_recomputed else 2
         messages = self.count * self.layers * passes
-        yield Traffic("all-to-all", "sp", "heads", messages * exchanged, self.sp_size, 4 * messages)
+        yield Traffic(
+            "all-to-all", "ulysses", "heads", messages * exchanged, self.ulysses_size, 4 * messages
+        )
+
+    def of_context(self) -> Iterator[Traffic]:
+        """Keys and values of context-parallel ranks, in each pass, and their gradients."""
+        ranks = self.parallel.cp_size
+        if ranks == 1:
+            return
+        has_two_forward_passes = self.config.recompute.recompute_granularity is not None
+        passes = 3 if has_two_forward_passes else 2
+        sizes = {P2P: 0, ALL_GATHER: 0}
+        numbers = dict.fromkeys(sizes, 0)
+        width = self.model.seq_length // (CHUNKS * ranks)
+        for layer in self.rank_layers:
+            attention = layer.parts.get("attention")
+            if not isinstance(attention, AttentionSpec):
+                continue
+            exchange = kind_of_layer(self.parallel.ring_exchanges, int(layer.name.split(".")[1]))
+            elements = attention.exchanged_in_context(self.tp_size, self.ulysses_size)
+            size = self.count * self.tokens * self.inputs.param_bytes * elements
+            if exchange == ALL_GATHER:
+                sizes[exchange] += ranks * size
+                numbers[exchange] += self.count
+                continue
+            layout = ContextLayout(0, ranks, width, VisibleKeys(attention.rule.window))
+            others = [rank for rank in range(ranks) if rank != self.cp_rank]
+            sent = [len(layout.needs(rank, self.cp_rank)) for rank in others]
+            returned = [len(layout.needs(self.cp_rank, rank)) for rank in others]
+            sizes[exchange] += (passes * sum(sent) + sum(returned)) * size // CHUNKS
+            numbers[exchange] += self.count * (
+                passes * sum(map(bool, sent)) + sum(map(bool, returned))
+            )
+        what = "keys and values"
+        yield Traffic("send", "cp", what, sizes[P2P], ranks, numbers[P2P])
+        gathered = sizes[ALL_GATHER]
+        messages = numbers[ALL_GATHER]
+        yield Traffic("all-gather", "cp", what, passes * gathered, ranks, passes * messages)
+        yield Traffic("all-to-all", "cp", f"gradients of {what}", gathered, ranks, messages)
 
     def of_experts(self) -> Iterator[Traffic]:
         """Tokens to their experts and back, in both directions, if all experts get as many."""
         passes = 3 if self.is_recomputed else 2
         messages = self.count * self.sparse * 2 * passes
-        size, ranks, axis = self.stream * self.share, self.config.expert_parallel_size, "ep"
+        size = self.stream * self.share
+        ranks = self.config.expert_parallel_size
+        axis = "ep"
         if self.config.has_whole_experts:
             weights = (
                 self.count * self.sparse * self.tokens * self.config.moe.moe_router_topk * FP32
             )
             yield Traffic("all-gather", "tp", "gradients of routing", weights, self.tp_size)
-            size, ranks, axis = size / self.tp_size, ranks * self.tp_size, "ep_tp"
+            size = size / self.tp_size
+            ranks *= self.tp_size
+            axis = "ep_tp"
         yield Traffic("all-to-all", axis, "routed tokens", round(messages * size), ranks, messages)
 
     def of_stages(self) -> Iterator[Traffic]:
         """Hidden states to the next stage, their gradients to the one before."""
-        stages, ranks = self.stages, len(self.parallel.stages_of_ranks)
+        stages = self.stages
+        ranks = len(self.parallel.stages_of_ranks)
         if ranks == 1:
             return
         local = set(self.own)

@@ -1,9 +1,9 @@
-"""Devices for which a run can be planned: data-sheet rates, and how much of them runs reach.
+"""Devices for which a run can be planned: data-sheet peaks, and the fraction that runs reach.
 
-The peaks are for dense matrix products, from the vendors' data sheets. `efficiency`, the share of
-the peak that products reach, is from published runs unless it is given; latencies are from NCCL's
-model of rings with 16-bit data (src/graph/tuning.cc). The machines' memory and storage, and the
-time of other kernels, are assumptions.
+The peaks are for dense matmuls, from the vendors' data sheets. `efficiency`, the fraction of the
+peak that matmuls reach, is from published runs unless it is given; latencies are from NCCL's model
+of rings with 16-bit data (src/graph/tuning.cc). The machines' memory and storage, and the time of
+other kernels, are assumptions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MEASURED: dict[str, float] = TABLES["measured"]
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of device in machines of several. Rates are per device and direction."""
+    """A kind of device in machines of several. Bandwidths are per device and direction."""
 
     name: str
     tflops_16: float
     """10^12 operations per second in bf16 and fp16."""
     tflops_32: float
-    """In fp32 (without TF32)."""
+    """10^12 operations per second in fp32, without TF32."""
     memory: float
     """Bytes."""
     memory_rate: float
@@ -45,13 +45,13 @@ class Hardware:
     between: float
     """Bytes per second to other machines."""
     efficiency: float = 0.0
-    """Share of the peak that products reach. 0: the value of `SHARES`."""
+    """Fraction of the peak that matmuls reach. 0: the value of `SHARES`."""
     latency_inside: float = 3.4e-6
     """Seconds of a step of a ring inside a machine."""
     latency_between: float = 14e-6
     """Seconds of a step of a ring between machines."""
     kernels: float = 2e-4
-    """Seconds of a layer and micro-batch besides products: starts of kernels and what they read."""
+    """Seconds per layer and micro-batch outside of matmuls: kernel launches and memory traffic."""
     host: float = 25 * GB
     """Bytes per second between a device and the memory of its machine."""
     host_memory: float = 250 * GB
@@ -65,7 +65,8 @@ class Hardware:
         return HOST if self.name == HOST else "accelerator"
 
     def share(self, parameters: float) -> tuple[float, str]:
-        """The share of the peak of a model with so many parameters in use, and its origin."""
+        """Fraction of the peak that a model with `parameters` active parameters reaches, and the
+        origin of this value."""
         if self.efficiency:
             return self.efficiency, "given"
         sizes, shares = zip(*SHARES[self.name], strict=True)
@@ -79,4 +80,4 @@ class Hardware:
 
 
 HARDWARE = {name: Hardware(name, **rates) for name, rates in TABLES["devices"].items()}
-"""By the name of --hardware."""
+"""Devices by the name that --hardware takes."""

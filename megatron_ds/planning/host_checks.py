@@ -16,7 +16,7 @@ from megatron_ds.engine.ds_config import generate, passthrough
 from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.launch import cpp_ops, device, environment
 from megatron_ds.launch.device import DeviceCapacity, proc_bytes
-from megatron_ds.model.spec.architecture import param_group_problems
+from megatron_ds.model.declaration.architecture import param_group_problems
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.planning.swap_disk import Disk
 
@@ -44,7 +44,8 @@ class Host:
     device: DeviceCapacity | None = None
     """None on a CPU, or if this process sees no accelerator."""
     disk: Disk | None = None
-    """On the first process, for what is offloaded to NVMe."""
+    """Disk for the states that are offloaded to NVMe, measured by the first process; None on other
+    processes."""
 
     @classmethod
     def here(cls, processes: int, disk: Disk | None) -> Host:
@@ -54,7 +55,9 @@ class Host:
             processes: Processes of the run on this host.
             disk: The disk of --nvme-path, which the first of them measures; None on others.
         """
-        device_type, accelerator, rank = device.kind(), None, environment.local_rank()
+        device_type = device.kind()
+        accelerator = None
+        rank = environment.local_rank()
         if not is_host(device_type):
             is_shared = environment.has_shared_devices()
             accelerator = device.capacity(rank, processes, is_shared=is_shared)
@@ -105,7 +108,8 @@ def problems(
     ops = generate.cpp_ops(ds_config)
     # swap_disk.py checks the op for swapping.
     yield from cpp_ops.problems([op for op in ops if op is not cpp_ops.ASYNC_IO])
-    estimate, mode = planned_memory(config, dp_size, host.kind), config.runtime.memory_check
+    estimate = planned_memory(config, dp_size, host.kind)
+    mode = config.runtime.memory_check
     excesses = [*_host_excesses(estimate, host), *_device_excesses(estimate, host.device)]
     for problem, is_certain in excesses if mode != "off" else ():
         if is_certain and mode == "error":
@@ -113,7 +117,8 @@ def problems(
         else:
             warn(problem)
     if estimate.locked > host.lockable:
-        needed, limit = estimate.locked / 1e6, host.lockable / 1e6
+        needed = estimate.locked / 1e6
+        limit = host.lockable / 1e6
         yield Problem("locked-memory-exceeded", needed=needed, limit=limit)
     if host.disk is not None:
         yield from _disk_problems(host.disk, host.processes * sum(estimate.disk.values()), warn)
@@ -138,7 +143,8 @@ def _attention_problems(
     config: Config, device_type: str, warn: Callable[[Problem], None]
 ) -> Iterator[Problem]:
     """A kernel of attention that was chosen, but that torch does not have for these layers."""
-    choice, model = config.runtime.attention_backend, config.model
+    choice = config.runtime.attention_backend
+    model = config.model
     if choice == "auto" or is_host(device_type):
         if choice != "auto":
             warn(Problem("attention-backend-on-host", settings=config.runtime))
@@ -151,8 +157,9 @@ def _attention_problems(
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes[config.precision.name]
-    shards = config.parallel.tensor_model_parallel_size * config.parallel.ds_sequence_parallel_size
-    device, order = torch.device(device_type), order_of(choice, sizes_vary=False)
+    shards = config.parallel.tensor_model_parallel_size * config.parallel.ulysses_size
+    device = torch.device(device_type)
+    order = order_of(choice, sizes_vary=False)
     batch = config.schedule.micro_batch_size
     is_exact = config.runtime.deterministic_mode  # which torch does not know yet
     names = {
@@ -171,7 +178,10 @@ def _host_excesses(estimate: MemoryEstimate, host: Host) -> Iterator[tuple[Probl
     usage = sum(estimate.host.values()) + (estimate.peak if is_host(host.kind) else 0)
     if host.disk is not None and host.disk.is_in_memory:
         usage += sum(estimate.disk.values())
-    needed, count, total, free = host.processes * usage, host.processes, host.total, host.available
+    needed = host.processes * usage
+    count = host.processes
+    total = host.total
+    free = host.available
     size = needed / 1e9
     if needed > total:
         total /= 1e9
@@ -187,8 +197,11 @@ def _device_excesses(
     """Yields excesses over the device's memory. Only the states are certain, not the peak."""
     if capacity is None:
         return
-    count, total, free = capacity.processes, capacity.total / 1e9, capacity.free / 1e9
-    states, peak = count * estimate.states / 1e9, count * estimate.peak / 1e9
+    count = capacity.processes
+    total = capacity.total / 1e9
+    free = capacity.free / 1e9
+    states = count * estimate.states / 1e9
+    peak = count * estimate.peak / 1e9
     if states > total:
         exceeded = Problem("device-memory-exceeded", needed=states, processes=count, total=total)
         yield exceeded, True
@@ -197,7 +210,9 @@ def _device_excesses(
 
 
 def _disk_problems(disk: Disk, stored: int, warn: Callable[[Problem], None]) -> Iterator[Problem]:
-    folder, rate, size = disk.folder, disk.rate, stored / 1e9
+    folder = disk.folder
+    rate = disk.rate
+    size = stored / 1e9
     if disk.is_in_memory:
         warn(Problem("nvme-path-in-memory", folder=folder))
     if disk.free < stored:

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.optimizer import MATRIX_BATCH
-from megatron_ds.model.spec.architecture import is_expert, is_expert_matrix, is_matrix
-from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
+from megatron_ds.model.declaration.architecture import is_expert, is_expert_matrix, is_matrix
+from megatron_ds.model.declaration.forward_pass import FP32, Pass
+from megatron_ds.model.declaration.parts import FeedForwardSpec
 from megatron_ds.parallel.chunks import chunk_bytes, num_tiles
 from megatron_ds.planning.communication import ALLREDUCE_BUCKET
 from megatron_ds.planning.memory_inputs import MemoryInputs, PlannedRun, memory_inputs
@@ -101,7 +102,8 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
 
 def run_memory(run: PlannedRun) -> MemoryEstimate:
     """Estimate the memory of one process of a run."""
-    sizes, inputs = _Sizes(run), run.inputs
+    sizes = _Sizes(run)
+    inputs = run.inputs
     device, host = sizes.states()
     disk, locked = sizes.move_to_disk(host)
     if in_effect(run.config.checkpoint).async_save:
@@ -111,8 +113,10 @@ def run_memory(run: PlannedRun) -> MemoryEstimate:
     # Gradients of its input and weight, of each loss.
     head = (sizes.run.stream + table) * (1 + sizes.model.mtp_num_layers)
     gathered = sizes.gathered()
-    reduction, retained = sizes.reduction(), sizes.retained_by_malloc(activations)
-    allocated, buckets = sizes.allocated(device), sizes.num_buckets * sizes.bucket
+    reduction = sizes.reduction()
+    retained = sizes.retained_by_malloc(activations)
+    allocated = sizes.allocated(device)
+    buckets = sizes.num_buckets * sizes.bucket
     gathered_bucket = sizes.bucket if inputs.zero_stage == 3 else 0
     temporary = {
         "loss": (activations, head + logits, gathered_bucket, gathered),
@@ -140,13 +144,20 @@ class _Sizes:
     """Bytes of the tensors of one process."""
 
     def __init__(self, run: PlannedRun) -> None:
-        config, inputs, spec = run.config, run.inputs, run.spec
-        self.config, self.model, self.inputs, self.spec = config, config.model, inputs, spec
+        config = run.config
+        inputs = run.inputs
+        spec = run.spec
+        self.config = config
+        self.model = config.model
+        self.inputs = inputs
+        self.spec = spec
         self.ep_size = config.expert_parallel_size
         largest = max(run.rank_layers, key=spec.elements)
-        self.full, experts = spec.elements(largest), spec.elements(largest, is_expert)
+        self.full = spec.elements(largest)
+        experts = spec.elements(largest, is_expert)
         # A stage keeps the activations of a micro-batch until its gradient returns.
-        stages, count = list(run.stages), run.micro_batches
+        stages = list(run.stages)
+        count = run.micro_batches
         stages[-1] += config.model.mtp_num_layers
         ends = list(itertools.accumulate(stages))
         self.stages_of_ranks = [
@@ -156,7 +167,8 @@ class _Sizes:
             ]
             for ids in config.parallel.stages_of_ranks
         ]
-        """By rank, the layers of its stages and the micro-batches that they keep."""
+        """Layers of each stage of a pipeline rank, and the micro-batches whose activations it
+        keeps, by rank."""
         self.stored_layers = self._largest_rank([1] * sum(stages))
         self.partition = self._partition(self.full, experts)
         layers = max(sum(stages[stage] for stage in ids) for ids in config.parallel.stages_of_ranks)
@@ -165,23 +177,8 @@ class _Sizes:
         experts = spec.elements(blocks, is_expert_matrix)
         self.matrix_share = self._partition(elements, experts)
         self.moments = self._moments(elements)
-        self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
-        is_sharded, recompute = in_effect(config.parallel).sequence_parallel, config.recompute
-        # Without flex attention, attention runs document by document.
-        has_flex = not (inputs.on_cpu or config.model.attention_dropout > 0)
-        self.run = Pass(
-            config.model,
-            self.tokens,
-            inputs.param_bytes,
-            inputs.tp_size,
-            inputs.sp_size,
-            shards=inputs.tp_size if is_sharded else 1,
-            on_cpu=inputs.on_cpu,
-            saves_core=recompute.recompute_granularity != "selective",
-            is_per_document=config.data.reset_attention_mask and not has_flex,
-            has_tiles=recompute.tiled_mlp,
-            has_whole_experts=config.has_whole_experts,
-        )
+        self.tokens = run.tokens
+        self.run = self._pass_of_micro_batch()
         self.has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
         # Gradients are reduced in buckets, but not at stage 0 and by BF16_Optimizer. A bucket is
         # allocated when the backward pass starts, under ZeRO-3 once for the entire run.
@@ -192,9 +189,29 @@ class _Sizes:
         self.bucket = inputs.reduction_bytes * elements
         # ZeRO-3 scatters a bucket from a copy of it.
         self.num_buckets = 2 if inputs.zero.get("overlap_comm") or inputs.zero_stage == 3 else 1
-        replicas = inputs.dp_size // inputs.sp_size
+        replicas = inputs.dp_size // inputs.sequence_ranks
         samples = replicas * config.schedule.micro_batch_size
         self.is_single = config.final_global_batch_size(replicas) == samples
+
+    def _pass_of_micro_batch(self) -> Pass:
+        config = self.config
+        inputs = self.inputs
+        is_sharded = in_effect(config.parallel).sequence_parallel
+        # Without flex attention, attention runs document by document.
+        has_flex = not (inputs.on_cpu or config.model.attention_dropout > 0)
+        return Pass(
+            config.model,
+            self.tokens,
+            inputs.param_bytes,
+            inputs.tp_size,
+            inputs.ulysses_size,
+            shards=inputs.tp_size if is_sharded else 1,
+            on_cpu=inputs.on_cpu,
+            saves_core=config.recompute.recompute_granularity != "selective",
+            is_per_document=config.data.reset_attention_mask and not has_flex,
+            has_tiles=config.recompute.tiled_mlp,
+            has_whole_experts=config.has_whole_experts,
+        )
 
     def _largest_rank(self, sizes: Sequence[int]) -> int:
         """The largest sum of the sizes of layers over what a rank keeps."""
@@ -214,22 +231,29 @@ class _Sizes:
         Args:
             matrices: Elements of matrices, which have other states if they are updated as such.
         """
-        inputs, owned, share = self.inputs, self.full, matrices
+        inputs = self.inputs
+        owned = self.full
+        share = matrices
         if inputs.zero_stage > 0:
-            owned, share = self.partition, self.matrix_share
-        further = inputs.matrix_states and inputs.matrix_states - 2
-        element = inputs.second_moment_bytes if further < 0 else FP32
-        return round(inputs.moment_bytes * inputs.moments * owned) + further * element * share
+            owned = self.partition
+            share = self.matrix_share
+        optimizer = inputs.optimizer
+        size = round(optimizer.states * owned)
+        if optimizer.matrix_states is None:
+            return size
+        return size + round((optimizer.matrix_states - optimizer.states) * share)
 
     def states(self) -> tuple[dict[str, int], dict[str, int]]:
         """States on the device and on the host."""
-        inputs, full, partition = self.inputs, self.full, self.partition
+        inputs = self.inputs
+        full = self.full
+        partition = self.partition
         device: dict[str, int] = {}
         host: dict[str, int] = {}
         optimizer = host if inputs.offload_optimizer else device
         parameters = host if inputs.offload_parameters else device
-        kept = partition if inputs.zero_stage == 3 else full
-        parameters["parameters"] = inputs.param_bytes * kept
+        elements = partition if inputs.zero_stage == 3 else full
+        parameters["parameters"] = inputs.param_bytes * elements
         if inputs.zero_stage == 0:
             device["gradients"] = inputs.param_bytes * full
             device["moments"] = self.moments
@@ -273,16 +297,19 @@ class _Sizes:
         Returns:
             States on the disk, and bytes of locked buffers, which are added to the host's.
         """
-        inputs, zero, disk, locked = self.inputs, self.inputs.zero, dict[str, int](), 0
+        inputs = self.inputs
+        zero = self.inputs.zero
+        disk = dict[str, int]()
+        locked = 0
         if (optimizer := zero.get("offload_optimizer", {})).get("device") == "nvme":
             disk = {category: host.pop(category) for category in ("master weights", "moments")}
             disk["gradients"] = FP32 * self.partition
             buffers = optimizer["buffer_count"] * int(zero["sub_group_size"])
             locked += inputs.master_bytes * min(buffers, 4 * self.partition)
         if (parameters := zero.get("offload_param", {})).get("device") == "nvme":
-            kept = inputs.param_bytes * int(parameters["max_in_cpu"])
+            cpu_limit = inputs.param_bytes * int(parameters["max_in_cpu"])
             disk["parameters"] = host["parameters"]
-            host["parameters"] = min(kept, host["parameters"])
+            host["parameters"] = min(cpu_limit, host["parameters"])
             buffers = parameters.get("buffer_count", 5) * int(parameters["buffer_size"])
             locked += inputs.param_bytes * buffers
         if disk:
@@ -301,26 +328,33 @@ class _Sizes:
     def gathered(self) -> int:
         """Parameters that ZeRO-3 keeps gathered at a time.
 
-        DeepSpeed gathers the parameters of the current layer. It keeps small ones, a tied
-        embedding's, and those that are used again within the reuse distance: at the end of the
-        forward pass the last layers, which are passed twice between their two uses, or three times
-        if they are recomputed. Prefetching runs ahead until `max_live` parameters are gathered.
+        DeepSpeed gathers a parameter, or all of a layer if layers may be compiled. It keeps small
+        ones, a tied embedding's, and those that are used again within the reuse distance: at the
+        end of the forward pass the last layers, which are passed twice between their two uses, or
+        three times if they are recomputed. Prefetching runs ahead until `max_live` parameters are
+        gathered.
         """
         if self.inputs.zero_stage < 3:
             return 0
         names = ("max_reuse_distance", "max_live_parameters", "param_persistence_threshold")
         reuse, live, threshold = (int(self.inputs.zero[f"stage3_{name}"]) for name in names)
-        sizes, tp_size = self.spec.sizes(), self.inputs.tp_size
+        sizes = self.spec.sizes()
+        tp_size = self.inputs.tp_size
         largest = max(sizes)
-        kept = sum(n * count for n, count in sizes.items() if n <= threshold)
+        persistent = sum(n * count for n, count in sizes.items() if n <= threshold)
         if not self.model.untie_embeddings_and_output_weights:
-            kept += self.model.padded_vocab(tp_size) // tp_size * self.model.hidden_size
+            persistent += self.model.padded_vocab(tp_size) // tp_size * self.model.hidden_size
         is_recomputed = self.config.recompute.recompute_granularity == "full"
         ahead = reuse // (3 if is_recomputed else 2)
         if int(self.inputs.zero["stage3_prefetch_bucket_size"]) > 0:
             ahead = max(ahead, live)
-        # The current parameter, and the last one that exceeds a limit.
-        return self.inputs.param_bytes * min(self.full, kept + ahead + 2 * largest)
+        current = largest
+        runtime = self.config.runtime
+        if runtime.compile or not (runtime.no_compile or self.inputs.on_cpu):
+            layers = (self.spec.elements([layer]) for layer in self.spec.blocks)
+            current = max(largest, *layers)
+        # With the last one that exceeds a limit.
+        return self.inputs.param_bytes * min(self.full, persistent + ahead + current + largest)
 
     def allocated(self, device: dict[str, int]) -> dict[str, int]:
         """States on the device that exist before the backward pass.
@@ -334,18 +368,16 @@ class _Sizes:
         return {category: size for category, size in device.items() if category not in absent}
 
     def matrix_updates(self) -> int:
-        """Messages and the largest batch of matrices, Muon's in the type of the computation.
+        """Messages and the largest batch of matrices.
 
         The elements of this rank's partition are collected, concatenated, received and sent back;
-        the iteration has the matrix, its transposed copy, a product and the result. SOAP has three
-        times as many tensors in fp32.
+        the update has the matrix, its transposed copy, a product and the result.
         """
-        if not (states := self.inputs.matrix_states):
+        if self.inputs.optimizer.matrix_states is None:
             return 0
-        one, batch = max(self.matrices) * self.inputs.tp_size, min(MATRIX_BATCH, self.matrix_share)
-        # Second moments are sent in fp32.
-        element = 3 * FP32 if states > 2 else self.inputs.param_bytes + FP32 * (states - 1)
-        return element * 4 * (self.matrix_share + max(one, batch))
+        largest = max(self.matrices) * self.inputs.tp_size
+        batch = min(MATRIX_BATCH, self.matrix_share)
+        return self.inputs.optimizer.matrix_update * 4 * (self.matrix_share + max(largest, batch))
 
     def reduction(self) -> int:
         inputs = self.inputs
@@ -368,8 +400,10 @@ class _Sizes:
 
     def activations(self) -> int:
         """Saved for the backward pass by all layers, without the output layer."""
-        model, run = self.model, self.run
-        recompute, blocks = in_effect(self.config.recompute), self.spec.blocks
+        model = self.model
+        run = self.run
+        recompute = in_effect(self.config.recompute)
+        blocks = self.spec.blocks
         ends = sum(layer.saved(run) for layer in (*self.spec.before, *self.spec.after))
         forms = {id(block.parts): block for block in blocks}
         parts = {part for block in forms.values() for part in block.parts.values()}
@@ -377,20 +411,22 @@ class _Sizes:
         if recompute.tiled_mlp:
             inner = FeedForwardSpec(model).inner(run)
             ends += inner // num_tiles(self.tokens, model.hidden_size)
-        of_forms = {form: block.saved(run) for form, block in forms.items()}
-        saved = [of_forms[id(block.parts)] for block in blocks]
+        saved_by_form = {form: block.saved(run) for form, block in forms.items()}
+        saved = [saved_by_form[id(block.parts)] for block in blocks]
         if recompute.recompute_granularity != "full":
             return ends + self._largest_rank(saved)
         size = recompute.checkpoint_num_layers
-        kept = 0 if recompute.checkpoint_in_cpu else -(-self.stored_layers // size) * run.between
-        ends += kept // (run.tp_size if recompute.partition_activations else 1)
+        stored_inputs = (
+            0 if recompute.checkpoint_in_cpu else -(-self.stored_layers // size) * run.between
+        )
+        ends += stored_inputs // (run.tp_size if recompute.partition_activations else 1)
         units = (sum(saved[first : first + size]) for first in range(0, len(saved), size))
         return ends + max(units, default=0)
 
     def output_layer(self) -> tuple[int, int, int]:
         """The gradient of its weight, a chunk of logits, and the temporary tensors of scaling."""
         element = self.inputs.param_bytes
-        table = self.spec.after[-1].products(keys=0) // self.inputs.tp_size
+        table = self.spec.after[-1].matmul_macs(keys=0) // self.inputs.tp_size
         logits = self.tokens * table // self.model.hidden_size * element
         most = chunk_bytes(on_host=self.inputs.on_cpu)
         is_summed_in_fp32 = logits > most or self.config.precision.name == "fp16"

@@ -1,7 +1,8 @@
 """Predicts memory, communication and time of a run from its settings, on any number of processes.
 
-Parameters, states and messages follow from the settings. Times are a model: every product at a
-share of the device's peak, every message at the rate of its links after the latency of its steps.
+Parameters, states and communication volume follow from the settings. Times are a model: every
+matmul runs at a fraction of the device's peak, every collective at the bandwidth of its links after
+the latency of its steps.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
+from megatron_ds.config.parallel_axes import RANK_ORDER
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.ds_config.generate import build_ds_config
-from megatron_ds.model.spec.architecture import model_spec, param_group_problems
-from megatron_ds.model.spec.parts import FP32
+from megatron_ds.model.declaration.architecture import model_spec, param_group_problems
+from megatron_ds.model.declaration.forward_pass import FP32
 from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, run_memory
 from megatron_ds.planning.memory_inputs import DTYPE_BYTES, PlannedRun, memory_inputs
 
-AXES = ("pp", "dp", "ep", "sp", "tp")
-"""From the slowest to the fastest: neighbouring ranks are tensor-parallel."""
 BACKWARD = 2 / 3
-"""Share of the backward pass, during which gradients are averaged, in a step's products."""
+"""Fraction of a step's matmuls in the backward pass, during which gradients are averaged."""
 DAY = 86400.0
 
 
@@ -52,7 +52,7 @@ class Plan:
     efficiency_origin: str
     """Whether the devices' efficiency is given, assumed, or measured."""
     sizes: dict[str, int]
-    """Sizes of the parallel axes, in the order of `AXES`."""
+    """Sizes of the parallel axes, in the order of `RANK_ORDER`."""
     layers: tuple[int, ...]
     """Transformer layers of each stage."""
     parameters: int
@@ -67,13 +67,13 @@ class Plan:
     moments: int
     """Optimizer state tensors per parameter."""
     samples: int
-    """Per step."""
+    """Samples per step."""
     flops: int
     """Operations of a step on all ranks, without recomputation."""
     compute: float
-    """Products and kernels of a rank, recomputation included."""
+    """Seconds of a rank's matmuls and kernels per step, recomputation included."""
     bubble: float
-    """Share of a step in which a pipeline rank idles."""
+    """Fraction of a step in which a pipeline rank is idle."""
     optimizer: float
     """The optimizer step, which reads and writes the states, also those in the host's memory."""
     exposed: float
@@ -94,12 +94,12 @@ class Plan:
 
     @property
     def latency(self) -> float:
-        """Seconds that the messages of a step take however small they are."""
+        """Seconds of the latencies of a step's communication, independent of its volume."""
         return sum(link.latency for link in self.links)
 
     @property
     def tokens(self) -> int:
-        """Per step."""
+        """Tokens per step."""
         return self.samples * self.config.model.seq_length
 
     @property
@@ -131,12 +131,12 @@ class Plan:
 
     @property
     def save_seconds(self) -> float:
-        """To write a complete checkpoint; reading it takes as long or less."""
+        """Seconds to write a complete checkpoint; reading it takes at most as long."""
         return self.checkpoint_size / (self.machines * self.hardware.storage)
 
     @property
     def async_save_seconds(self) -> float:
-        """For which an asynchronous save stops the run: a copy of each rank's part."""
+        """Seconds an async save blocks training: the copy to host memory."""
         return self.checkpoint_size / self.world_size / self.hardware.host
 
     def ds_config(self) -> dict[str, Any]:
@@ -144,9 +144,9 @@ class Plan:
         return build_ds_config(self.config, self.dp_size, self.hardware.kind)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """The positions of a rank along `AXES`."""
+        """The positions of a rank along `RANK_ORDER`."""
         coordinates = []
-        for axis in reversed(AXES):
+        for axis in reversed(RANK_ORDER):
             rank, position = divmod(rank, self.sizes[axis])
             coordinates.append(position)
         return tuple(reversed(coordinates))
@@ -171,13 +171,15 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     raise_if_any(param_group_problems(config))
     dp_size = config.parallel.data_parallel_size(world_size)
     axes = config.axis_sizes
-    sizes = {name: axes.get(f"{name}_size", dp_size // axes["ep_size"]) for name in AXES}
+    sizes = {name: axes.get(f"{name}_size", dp_size // axes["ep_size"]) for name in RANK_ORDER}
     run = PlannedRun.of(config, memory_inputs(config, dp_size, hardware.kind))
-    memory, spec, layers = run_memory(run), run.spec, run.stages
+    memory = run_memory(run)
+    spec = run.spec
+    layers = run.stages
     parameters = model_spec(config.model, config.moe).elements()
-    of_sample = spec.flops(config.model.seq_length)
-    # Experts that are not selected have no products.
-    share, origin = hardware.share(min(parameters, of_sample / (6 * config.model.seq_length)))
+    sample_flops = spec.flops(config.model.seq_length)
+    # Experts that are not selected have no matmuls.
+    share, origin = hardware.share(min(parameters, sample_flops / (6 * config.model.seq_length)))
     hardware = dataclasses.replace(hardware, efficiency=share)
     compute = _compute_seconds(run, sizes, hardware)
     own_layers = [sum(layers[stage] for stage in held) for held in config.parallel.stages_of_ranks]
@@ -191,7 +193,8 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     ]
     links = max(by_rank, key=lambda links: sum(link.seconds for link in links))
     samples = config.final_global_batch_size(dp_size)
-    states, host = sum(memory.device.values()), sum(memory.host.values())
+    states = sum(memory.device.values())
+    host = sum(memory.host.values())
     return Plan(
         config=config,
         world_size=world_size,
@@ -204,9 +207,9 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         memory=memory,
         links=links,
         micro_batches=run.micro_batches,
-        moments=run.inputs.moments,
+        moments=run.inputs.optimizer.count,
         samples=samples,
-        flops=samples * of_sample,
+        flops=samples * sample_flops,
         compute=compute,
         bubble=_bubble(run, sizes["pp"]),
         optimizer=2 * states / hardware.memory_rate + 2 * host / hardware.host,
@@ -217,13 +220,16 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
 
 def _compute_seconds(run: PlannedRun, sizes: dict[str, int], hardware: Hardware) -> float:
     """Products of the pipeline rank that has the most, and its other kernels."""
-    config, spec, layers, count = run.config, run.spec, run.stages, run.micro_batches
+    config = run.config
+    spec = run.spec
+    layers = run.stages
+    count = run.micro_batches
     model = config.model
     passes = 4 / 3 if config.recompute.recompute_granularity == "full" else 1
-    of_layers = passes * spec.flops(model.seq_length, spec.blocks)
+    layer_flops = passes * spec.flops(model.seq_length, spec.blocks)
     head = spec.flops(model.seq_length, spec.after)
     slowest = max(
-        sum(layers[stage] * of_layers / model.num_layers for stage in held)
+        sum(layers[stage] * layer_flops / model.num_layers for stage in held)
         + (head if len(layers) - 1 in held else 0)
         for held in config.parallel.stages_of_ranks
     )
@@ -231,7 +237,7 @@ def _compute_seconds(run: PlannedRun, sizes: dict[str, int], hardware: Hardware)
     samples = count * config.schedule.micro_batch_size
     most = max(sum(layers[stage] for stage in held) for held in config.parallel.stages_of_ranks)
     kernels = count * most * passes * hardware.kernels
-    return samples * slowest / (sizes["tp"] * sizes["sp"]) / rate + kernels
+    return samples * slowest / (sizes["tp"] * config.parallel.sequence_ranks) / rate + kernels
 
 
 def _bubble(run: PlannedRun, ranks: int) -> float:
@@ -249,14 +255,19 @@ def _bubble(run: PlannedRun, ranks: int) -> float:
 def _link_time(
     traffic: Traffic, sizes: dict[str, int], hardware: Hardware
 ) -> tuple[bool, float, float]:
-    """Whether messages leave a machine, and the seconds that they take, with and without bytes.
+    """Whether the communication leaves a machine, its total seconds, and the seconds of its
+    latency.
 
     Ranks of a group that share a machine send to others over all of their network cards.
     """
-    tp, sp, ep, dp = (sizes[name] for name in ("tp", "sp", "ep", "dp"))
-    strides = {"tp": 1, "ep_tp": 1, "sp": tp, "dp_sp": tp, "expert_dp": tp, "ep": tp * sp}
     # Distance of neighbouring ranks of the axis, by default of stages.
-    stride = strides.get(traffic.axis, tp * sp * ep * dp)
+    strides = {}
+    stride = 1
+    for axis in reversed(RANK_ORDER):
+        strides[axis] = stride
+        stride *= sizes[axis]
+    strides |= {"ep_tp": 1, "replicas": sizes["tp"], "expert_dp": sizes["tp"]}
+    stride = strides.get(traffic.axis, strides["pp"])
     inside = max(1, min(traffic.ranks, hardware.per_machine // stride))
     latency = traffic.messages * _latency(traffic, inside, hardware)
     if inside >= traffic.ranks:
@@ -277,17 +288,20 @@ def _latency(traffic: Traffic, inside: int, hardware: Hardware) -> float:
         hardware: The devices.
     """
     machines = -(-traffic.ranks // inside)
-    near, far = traffic.ranks - machines, machines - 1
+    near = traffic.ranks - machines
+    far = machines - 1
     if traffic.operation in ("all-to-all", "send"):
-        near, far = int(far == 0), min(far, 1)
+        near = int(far == 0)
+        far = min(far, 1)
     elif traffic.operation == "all-reduce" and far > (depth := math.ceil(math.log2(machines))):
-        near, far = inside - 1, depth
+        near = inside - 1
+        far = depth
     times = RING.get(traffic.operation, 1)
     return times * (near * hardware.latency_inside + far * hardware.latency_between)
 
 
 def _exposed(links: tuple[Link, ...], compute: float) -> float:
-    """Communication that so many seconds of computation do not hide.
+    """Seconds of communication that `compute` seconds of computation do not hide.
 
     Sends between stages are hidden, except for what the bubble counts.
     """

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config
-from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.schedule import SUFFIXES
+from megatron_ds.config.parallel_axes import AXES, RANK_ORDER
 from megatron_ds.config.problems import counted, sized
 from megatron_ds.launch.output import columns
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
-from megatron_ds.planning.plan import AXES, Plan, make_plan
+from megatron_ds.planning.plan import Plan, make_plan
 from megatron_ds.planning.settings import planned_tokens
 from megatron_ds.planning.suggest import MARGIN, Suggestion
-from megatron_ds.run_stages import RunStages
+from megatron_ds.run_phases import RunPhases
 from megatron_ds.tokenizer import build_tokenizer
 
-TABLES = read_table(__file__)
 GB = 1e9
-AXIS_NAMES = {"pp": "pipeline", "dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
+AXIS_NAMES = {axis.name: axis.title for axis in AXES}
 MANY_RANKS = 512
 """Ranks above which the page names the latency of ZeRO 3."""
 SHOWN_LAYOUTS = 5
@@ -74,13 +72,13 @@ class StagePlans:
     """The plans of the stages of a run; one without --stages has one plan."""
 
     config: Config
-    """Of the run."""
+    """Configuration of the run."""
     plans: tuple[Plan, ...]
 
     @classmethod
     def of(cls, config: Config, world_size: int, hardware: Hardware) -> StagePlans:
         """Plans a run; see `make_plan`."""
-        plans = (make_plan(stage, world_size, hardware) for stage in config.stage_configs)
+        plans = (make_plan(stage, world_size, hardware) for stage in config.phase_configs)
         return cls(config, tuple(plans))
 
     @property
@@ -89,24 +87,27 @@ class StagePlans:
         return max(self.plans, key=lambda plan: plan.memory.peak)
 
     def planned_tokens(self, samples: int) -> float | None:
-        """The tokens of a run with steps of so many samples, or of the stage of `largest`; None if
-        they are not given."""
+        """Tokens of a run with `samples` samples per step, or of the stage of `largest`; None if
+        the length is not given."""
         values = self.values()
         if values:
             return float(values[self.plans.index(self.largest)]["tokens"])
         return planned_tokens(self.config, samples)
 
     def values(self) -> list[dict[str, Any]]:
-        """What the stages are, as plain values; empty without --stages."""
-        stages, iterations, tokens = RunStages(self.config, self.plans[0].dp_size), 0, 0
+        """Description of each stage as plain values; empty without --stages."""
+        phases = RunPhases(self.config, self.plans[0].dp_size)
+        iterations = 0
+        tokens = 0
         result = []
-        rows = zip(stages.describe(), self.plans, stages.totals(), strict=False)
+        rows = zip(phases.describe(), self.plans, phases.totals(), strict=False)
         for (name, text), plan, end in rows:
             counts = {"iterations": end.iterations - iterations, "tokens": end.tokens - tokens}
             costs = {"days": plan.days(counts["tokens"]), "peak": plan.memory.peak}
             costs["operations"] = plan.flops * counts["iterations"]
             result.append({"name": name, **counts, **costs, "text": text.partition("; ")[2]})
-            iterations, tokens = end.iterations, end.tokens
+            iterations = end.iterations
+            tokens = end.tokens
         return result
 
     def text(self) -> str:
@@ -153,27 +154,75 @@ def as_json(
     """The plan as plain values; see `Plan` for the units."""
     return {
         "assumed": assumed,
-        **_values(plan, TABLES["plan"]),
+        **_plan_values(plan),
         "hardware": vars(plan.hardware),
-        "rank_map": {"axes": AXES, "ranks": list(plan.rank_map())},
+        "rank_map": {"axes": RANK_ORDER, "ranks": list(plan.rank_map())},
         "communication": [
-            vars(link.traffic) | _values(link, TABLES["communication"]) for link in plan.links
+            {
+                **vars(link.traffic),
+                "sent": link.traffic.sent,
+                "between_machines": link.between,
+                "seconds": link.seconds,
+                "latency": link.latency,
+            }
+            for link in plan.links
         ],
         "days": None if tokens is None else plan.days(tokens),
         "ds_config": plan.ds_config(),
         "suggestions": [
-            _values(suggestion, TABLES["suggestion"])
-            | {"days": None if tokens is None else suggestion.plan.days(tokens)}
+            {
+                "flags": suggestion.flags,
+                "seconds": suggestion.plan.seconds,
+                "peak": suggestion.plan.memory.peak,
+                "reason": suggestion.reason,
+                "days": None if tokens is None else suggestion.plan.days(tokens),
+            }
             for suggestion in suggestions
         ],
     }
 
 
-def _values(item: object, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes of an item, and of its parts, by their names in the JSON."""
+def _plan_values(plan: Plan) -> dict[str, Any]:
+    """The attributes of a plan by their names in the JSON."""
+    memory = plan.memory
     return {
-        name: _values(item, where) if isinstance(where, dict) else attrgetter(where)(item)
-        for name, where in names.items()
+        "efficiency_origin": plan.efficiency_origin,
+        "world_size": plan.world_size,
+        "axes": plan.sizes,
+        "layers_per_stage": plan.layers,
+        "parameters": plan.parameters,
+        "parameters_per_pipeline_rank": plan.rank_parameters,
+        "micro_batches": plan.micro_batches,
+        "samples_per_step": plan.samples,
+        "tokens_per_step": plan.tokens,
+        "flops_per_step": plan.flops,
+        "pipeline_bubble": plan.bubble,
+        "tokens_per_second": plan.tokens_per_second,
+        "tflops_per_device": plan.tflops,
+        "mfu": plan.mfu,
+        "memory": {
+            "device": memory.device,
+            "host": memory.host,
+            "disk": memory.disk,
+            "activations": memory.activations,
+            "output_layer_and_loss": memory.head,
+            "gathered_parameters": memory.gathered,
+            "reduction": memory.reduction,
+            "phases": memory.phases,
+            "peak": memory.peak,
+        },
+        "seconds": {
+            "step": plan.seconds,
+            "compute": plan.compute,
+            "exposed_communication": plan.exposed,
+            "optimizer": plan.optimizer,
+        },
+        "checkpoint": {
+            "weights": plan.weights_size,
+            "complete": plan.checkpoint_size,
+            "save_seconds": plan.save_seconds,
+            "async_save_seconds": plan.async_save_seconds,
+        },
     }
 
 
@@ -181,7 +230,8 @@ def draw_memory(plan: Plan, path: Path) -> None:
     """Draws the memory of each phase of a step, by component."""
     from matplotlib.figure import Figure
 
-    memory, device = plan.memory, plan.hardware.memory / GB
+    memory = plan.memory
+    device = plan.hardware.memory / GB
     figure = Figure(figsize=(9, 1.9 + 0.7 * len(memory.parts)), layout="constrained", dpi=110)
     axes = figure.add_subplot()
     left = dict.fromkeys(memory.parts, 0.0)
@@ -205,7 +255,8 @@ def draw_memory(plan: Plan, path: Path) -> None:
 
 
 def _model(plan: Plan) -> str:
-    length, precision = plan.config.model.seq_length, plan.config.precision.name
+    length = plan.config.model.seq_length
+    precision = plan.config.precision.name
     return f"{_count(plan.parameters)} parameters, sequence length {length:,}, {precision}"
 
 
@@ -241,7 +292,7 @@ def _ranks(plan: Plan) -> Iterator[tuple[str, ...]]:
     yield "sizes", f"{sizes}, the last one fastest, on {counted(plan.machines, 'machine', ',')}"
     yield "stages", f"{', '.join(map(str, plan.layers))} layers"
     for rank in range(min(SHOWN_RANKS, plan.world_size)):
-        positions = zip(AXES, plan.coordinates(rank), strict=True)
+        positions = zip(RANK_ORDER, plan.coordinates(rank), strict=True)
         yield f"rank {rank}", ", ".join(f"{axis} {position}" for axis, position in positions)
 
 
@@ -279,7 +330,7 @@ def _communication(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def _time(plan: Plan, tokens: float | None) -> Iterator[tuple[str, ...]]:
     share = f"{plan.hardware.efficiency:.0%} of the peak ({plan.efficiency_origin})"
-    ranks = plan.sizes["dp"] * plan.sizes["sp"]
+    ranks = plan.sizes["dp"] * plan.config.parallel.sequence_ranks
     if tokens is not None:
         fits = plan.memory.peak <= plan.hardware.memory
         days = f"{plan.days(tokens):,.1f} days, with products at {share}"

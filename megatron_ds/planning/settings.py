@@ -15,13 +15,14 @@ from megatron_ds.engine.ds_config.fields import as_flag
 PLANNED_RATE = 1e-4
 """Learning rate of a plan, on which nothing depends."""
 TOKENS = 2**22
-"""Tokens of a step if nothing is known, as of most models with billions of parameters."""
+"""Tokens per step if nothing is known, typical of models with billions of parameters."""
 OTHER_DATA = {*PER_SPLIT_DATA_FIELDS["valid"], *PER_SPLIT_DATA_FIELDS["test"]}
 
 
 def without_tokenizer(config: Config) -> Config:
-    """With --vocab-size for the number of ids, where the tokenizer has no files here."""
-    options, size = config.tokenizer, config.model.vocab_size
+    """Replaces a tokenizer whose files are missing here by one with --vocab-size ids."""
+    options = config.tokenizer
+    size = config.model.vocab_size
     is_remote = options.tokenizer_type == "HFTokenizer" and not os.path.exists(
         options.tokenizer_model or ""
     )
@@ -51,8 +52,11 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
         world_size: Number of processes.
         is_host: Whether the devices are CPUs.
     """
-    schedule, problems, samples = config.schedule, list[Problem](), None
-    filled, assumed = dict[str, Any](), dict[str, Any]()
+    schedule = config.schedule
+    problems = list[Problem]()
+    samples = None
+    filled = dict[str, Any]()
+    assumed = dict[str, Any]()
     lengths = (schedule.train_iters, schedule.train_samples, schedule.train_tokens)
     if not any(lengths) and not schedule.stages:
         filled["train_iters"] = 1
@@ -86,7 +90,7 @@ def with_values(config: Config, **values: Any) -> Config:
 
 
 def planned_tokens(config: Config, samples: int) -> float | None:
-    """The tokens of a run with steps of so many samples; None if its length is not given."""
+    """Tokens of a run with `samples` samples per step; None if its length is not given."""
     schedule = config.schedule
     if schedule.train_tokens is not None:
         return schedule.train_tokens

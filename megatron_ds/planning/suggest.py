@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ds import schedule_validation
 from megatron_ds.config import Config
 from megatron_ds.config.checks import divisors
-from megatron_ds.config.data_files import read_table
+from megatron_ds.config.devices import HOST
 from megatron_ds.config.problems import with_flags
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.planning.hardware import Hardware
@@ -21,10 +21,28 @@ from megatron_ds.planning.settings import with_values
 STAGES = (1, 2, 3)
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTATION = (None, "selective", "full")
-TABLES = read_table(__file__)
-OFFLOADING: list[dict[str, Any]] = TABLES["offloading"]
+OFFLOADING: tuple[dict[str, Any], ...] = (
+    {},
+    {"cpu_optimizer": True},
+    {"cpu_optimizer": True, "remote_device": HOST},
+)
+"""Fields of offloading. Each entry is tried only if nothing fits with the one before."""
 SEQUENCE_SIZES = (1, 2, 4, 8)
-FLAGS: dict[str, Any] = TABLES["flags"]
+FLAGS: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "zero_stage": -1,
+    "micro_batch_size": -1,
+    "context_parallel_size": 1,
+    "ds_sequence_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "recompute_granularity": "",
+    "cpu_optimizer": False,
+    "remote_device": "none",
+}
+"""Fields of a layout, which its flags name unless they have this value or None and were not given
+another one."""
 TIE = 1.005
 """Steps within this ratio are as long: the layout with fewer stages comes first."""
 MARGIN = 0.92
@@ -52,10 +70,11 @@ def suggest(
             are varied, and what is in the host's memory.
         world_size: Number of processes.
         hardware: Their devices, with the memory that may be used.
-        samples: Of a step. None: the global batch size of the configuration.
+        samples: Samples per step. None: the global batch size of the configuration.
     """
     samples = samples or config.final_global_batch_size(world_size)
-    original, config = config, with_values(config, global_batch_size=samples)
+    original = config
+    config = with_values(config, global_batch_size=samples)
     for offloading in OFFLOADING:
         best = list(_best_of_each_size(with_values(config, **offloading), world_size, hardware))
         if best:
@@ -81,7 +100,8 @@ def _flags(plan: Plan, original: Config) -> str:
 
 def _best_of_each_size(config: Config, world_size: int, hardware: Hardware) -> Iterator[Plan]:
     """The fastest layout of each tensor-, pipeline-, sequence- and expert-parallel size."""
-    model, moe = config.model, config.moe
+    model = config.model
+    moe = config.moe
     tensor_sizes = [
         size
         for size in divisors(model.num_attention_heads)
@@ -92,20 +112,21 @@ def _best_of_each_size(config: Config, world_size: int, hardware: Hardware) -> I
     if moe.is_used:
         near = min(moe.experts, hardware.per_machine)
         expert_sizes = sorted({1, math.gcd(moe.experts, near), moe.experts})
-    for tp_size, pp_size, sp_size, ep_size in itertools.product(
+    for tp_size, pp_size, ulysses_size, ep_size in itertools.product(
         tensor_sizes, pipeline_sizes, SEQUENCE_SIZES, expert_sizes
     ):
-        size = tp_size * sp_size
+        size = tp_size * ulysses_size
         is_possible = world_size % (size * pp_size) == 0 and size <= hardware.per_machine
-        if not is_possible or (sp_size > 1 and pp_size > 1):
+        if not is_possible or (ulysses_size > 1 and pp_size > 1):
             continue
         layout = with_values(
             config,
             tensor_model_parallel_size=tp_size,
             pipeline_model_parallel_size=pp_size,
-            ds_sequence_parallel_size=sp_size,
+            context_parallel_size=1,
+            ds_sequence_parallel_size=ulysses_size,
             expert_model_parallel_size=ep_size,
-            sequence_parallel=tp_size > 1 and sp_size == 1,
+            sequence_parallel=tp_size > 1 and ulysses_size == 1,
         )
         plans = (make_plan(trial, world_size, hardware) for trial in _variants(layout, world_size))
         fitting = [
@@ -138,7 +159,8 @@ def _variants(config: Config, world_size: int) -> Iterator[Config]:
 
 
 def _reason(plan: Plan, best: Plan) -> str:
-    """Describes the plan's time besides products, or its loss against the best plan."""
+    """Describes the largest cost outside of matmuls, the free memory, and the slowdown relative to
+    the best plan."""
     shares = {
         "pipeline idle": plan.compute / (1 - plan.bubble) - plan.compute,
         "communication": plan.exposed,

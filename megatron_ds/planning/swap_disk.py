@@ -64,7 +64,8 @@ def check(folder: Path) -> tuple[Disk | None, list[Problem]]:
         return disk, problems
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            free, needed = shutil.disk_usage(folder).free / 1e9, SIZE / 1e9
+            free = shutil.disk_usage(folder).free / 1e9
+            needed = SIZE / 1e9
             full = Problem("nvme-path-too-small", folder=folder, free=free, needed=needed)
         else:
             full = Problem("nvme-path-unusable", folder=folder, error=error)
@@ -81,7 +82,8 @@ def find_problem() -> Problem | None:
     if device.lacks_toolkit():
         return Problem("nvme-without-toolkit")
     with tempfile.TemporaryDirectory() as folder:
-        source, program = Path(folder, "probe.cpp"), Path(folder, "probe")
+        source = Path(folder, "probe.cpp")
+        program = Path(folder, "probe")
         source.write_text(PROBE, encoding="utf-8")
         compiler = shlex.split(cpp_ops.compiler_command())
         command = [*compiler, str(source), "-o", str(program), *cpp_ops.compiler_flags(), "-laio"]

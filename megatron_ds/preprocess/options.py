@@ -23,20 +23,31 @@ class PreprocessOptions:
 
     inputs: InputSpec = option_group(InputSpec())
     output_prefix: str = option_field("", metavar="PREFIX", required=True)
+    """Path prefix of the output files."""
     json_keys: tuple[str, ...] = option_field(
         ("text",), nargs="*", aliases=("json-key", "columns"), metavar="KEY"
     )
+    """Keys or columns of the texts, each written to its own files; a.b is key b nested in a."""
     append_eod: bool = option_field(False)
+    """Append the end-of-document token to each document."""
     prepend_bos: bool = option_field(False)
+    """Begin each document with the tokenizer's begin token, unless it does already."""
     fail_on_bad_document: bool = option_field(False)
+    """Stop at the first rejected document (default: skip it and list it in <prefix>.quarantine)."""
     workers: int = option_field(1, minimum=1)
+    """Number of worker processes (default: one per core)."""
     chunk_size: int = option_field(512, minimum=1)
+    """Number of documents sent to a worker process at a time."""
     splitter: Splitter | None = None
     """Splits texts into sentences, which become sequences."""
     shard: Shard | None = None
     """The part of the input that is read; None for all of it."""
     resume: bool = option_field(False)
+    """Continue an interrupted run with the same --output-prefix, inputs and settings, and warn if
+    there is none; the output equals that of an uninterrupted run (default: no warning)."""
     overwrite: bool = option_field(False)
+    """Start over and replace existing output (default: a run with the same inputs and settings is
+    continued, or is complete; other output is an error)."""
 
     def stem(self, key: str) -> str:
         """Name of the pair of a key, without .bin and .idx."""

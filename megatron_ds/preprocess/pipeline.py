@@ -23,6 +23,7 @@ from megatron_ds.config.problems import (
     Problem,
     UserError,
     counted,
+    ignore,
     option,
     raise_if_any,
     user_error,
@@ -47,7 +48,8 @@ REJECTED = "rejected"
 CHUNK_BYTES = 1 << 20
 """A chunk ends here even if it has fewer documents than the chunk size."""
 DOCUMENTS_CHECKED_AHEAD = 100_000
-"""With `strict`, documents that are checked after a rejected one, to report more at once."""
+"""Number of documents that are checked after a rejected one with `strict`, to report several at
+once."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,15 @@ class Progress:
         return dataclasses.replace(progress, before=progress)
 
 
+def _warn(line: object) -> None:
+    warnings.warn(str(line), stacklevel=2)
+
+
 def preprocess(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
-    report: Callable[[Progress], None] = lambda progress: None,
-    log: Log = lambda line: warnings.warn(str(line), stacklevel=2),
+    report: Callable[[Progress], None] = ignore,
+    log: Log = _warn,
 ) -> Progress:
     """Write the token files of the inputs.
 
@@ -99,7 +105,7 @@ def preprocess(
     After an error there is no output, but a work folder if the run can be resumed.
 
     Args:
-        options: What to read and write.
+        options: Inputs and output.
         tokenizer: Encodes the texts.
         report: Called with the counts after every chunk.
         log: Takes messages on where the run starts, and warnings.
@@ -217,7 +223,8 @@ def publish(options: PreprocessOptions, work: ResumableOutput) -> None:
     else:
         Path(options.quarantine).unlink(missing_ok=True)  # of an earlier run
     for key in options.json_keys:
-        stem, prefix = options.stem(key), options.prefix(key)
+        stem = options.stem(key)
+        prefix = options.prefix(key)
         # A description of older tokens must never exist next to the new ones.
         stale[stem + ".bin"] = [prefix + ".idx", prefix + TOKENIZER_SUFFIX]
         # The index last: without it, readers do not take the pair for complete.
@@ -236,7 +243,8 @@ class _Run:
     progress: Progress
 
     def __post_init__(self) -> None:
-        options, work = self.options, self.work
+        options = self.options
+        work = self.work
         saved: Mapping[str, Any] = work.progress or {"position": START, "written": {}}
         position = ReadPosition(*saved["position"])
         self._reader = DocumentReader(
@@ -264,7 +272,9 @@ class _Run:
         report: Callable[[Progress], None],
     ) -> Progress:
         """Encode and write all documents. Returns the counts."""
-        options, timer, reader = self.options, self._timer, self._reader
+        options = self.options
+        timer = self._timer
+        reader = self._reader
         ends: deque[ReadPosition] = deque()
         chunks = timer.timed_iter("reading", _chunks(reader, options, ends))
         with self._commit_on_error():
@@ -292,7 +302,8 @@ class _Run:
 
     @contextmanager
     def _commit_on_error(self) -> Iterator[None]:
-        """After an error or an interrupt, commits what was written if there is a commit already."""
+        """Commits the output written so far after an error or an interrupt, if there was an earlier
+        commit."""
         try:
             yield
         except OSError:
@@ -379,7 +390,8 @@ def _chunks(
     reader: DocumentReader, options: PreprocessOptions, ends: deque[ReadPosition]
 ) -> Iterator[Chunk]:
     """The documents in chunks; `ends` takes the position after each."""
-    chunk, size = Chunk([], [], []), 0
+    chunk = Chunk([], [], [])
+    size = 0
     for file, line, value in reader:
         chunk.files.append(file)
         chunk.lines.append(line)
@@ -388,7 +400,8 @@ def _chunks(
         if len(chunk.lines) >= options.chunk_size or size >= CHUNK_BYTES:
             ends.append(reader.position(line))
             yield chunk
-            chunk, size = Chunk([], [], []), 0
+            chunk = Chunk([], [], [])
+            size = 0
     if chunk.lines:
         ends.append(reader.end)
         yield chunk

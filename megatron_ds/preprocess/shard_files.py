@@ -83,7 +83,8 @@ class ShardFiles:
         return os.path.join(shard_folder(self.output), f"merge-of-{self.count}")
 
     def find(self, shard: Shard) -> dict[str, Any] | None:
-        """The progress of a complete shard of these settings; None if there is none."""
+        """The progress of a complete shard with these settings; None if it is missing or
+        incomplete."""
         record = Path(shard_prefix(self.output, shard) + PROGRESS_SUFFIX)
         return complete_progress(record, {**self.settings, "shard": str(shard)})
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.config.problems import ignore, raise_if_any, user_error
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import Log, ResumableOutput, complete_progress
@@ -42,15 +42,15 @@ from megatron_ds.tokenizer import Tokenizer
 def preprocess_shard(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
-    report: Callable[[Progress], None] = lambda progress: None,
-    log: Log = lambda line: None,
+    report: Callable[[Progress], None] = ignore,
+    log: Log = ignore,
     *,
     merges: bool = True,
 ) -> Progress | None:
     """Write the token files of one shard; the process that completes the last shard merges them.
 
     Args:
-        options: What to read and write, of all shards; `shard` is the one to process.
+        options: Inputs and output of all shards; `shard` is the one to process.
         tokenizer: Encodes the texts.
         report: Called with the counts of the shard after every chunk.
         log: Takes messages.
@@ -82,7 +82,7 @@ class ShardedRun:
     """All shards of a run.
 
     Args:
-        options: What to read and write, of all shards.
+        options: Inputs and output of all shards.
         tokenizer: Encodes the texts.
         count: Number of shards.
 
@@ -96,7 +96,8 @@ class ShardedRun:
     count: int
 
     def __post_init__(self) -> None:
-        options, splitter = self.options, self.options.splitter
+        options = self.options
+        splitter = self.options.splitter
         raise_if_any([*options.problems(), *shard_problems(options.inputs)])
         sentences = None if splitter is None else splitter.description
         self._metadata = metadata_json(self.tokenizer.fingerprint, sentences)
@@ -108,7 +109,8 @@ class ShardedRun:
             raise user_error("output-exists", existing=", ".join(existing))
 
     def find_output(self) -> Progress | None:
-        """The counts of the complete output of this run; None if there is none, or to replace."""
+        """The counts of the complete output of this run; None if it is incomplete or is to be
+        replaced."""
         if self.options.overwrite:
             return None
         record = complete_progress(Path(self._completed), self.files.settings)
@@ -131,8 +133,10 @@ class ShardedRun:
             UserError: If another process merges; if a shard is still missing; if there is no
                 document in any.
         """
-        options, files = self.options, self.files
-        names, resume = work_names(options), not options.overwrite
+        options = self.options
+        files = self.files
+        names = work_names(options)
+        resume = not options.overwrite
         with files.open_merge(names, log, completed=self._completed, resume=resume) as work:
             if not work.published:
                 if not work.finished:
@@ -161,7 +165,8 @@ class _Merge:
         self, options: PreprocessOptions, tokenizer: Tokenizer, work: ResumableOutput
     ) -> None:
         saved: dict[str, Any] = work.progress or {"merged": 0, "written": {}, "counts": {}}
-        self._options, self._work = options, work
+        self._options = options
+        self._work = work
         self.merged: int = saved["merged"]
         self._lines = Counter[str](saved.get("lines", {}))
         self._counts = Progress(**saved["counts"])
@@ -170,7 +175,8 @@ class _Merge:
         self._first_reject: RejectedDocument | None = None
 
     def add(self, shard: Shard, progress: dict[str, Any]) -> None:
-        options, prefix = self._options, shard_prefix(self._options.output_prefix, shard)
+        options = self._options
+        prefix = shard_prefix(self._options.output_prefix, shard)
         part = dataclasses.replace(options, output_prefix=prefix)
         for key, writer in self._writers.items():
             if any(progress["written"][key]):
@@ -179,7 +185,8 @@ class _Merge:
             with open(prefix + QUARANTINE, "rb") as rejected:
                 for line in rejected:
                     self._add_rejected(RejectedDocument(**json.loads(line)))
-        before, counts = self._counts, Progress(**progress["counts"])
+        before = self._counts
+        counts = Progress(**progress["counts"])
         self._counts = Progress(
             before.documents + counts.documents,
             before.tokens + counts.tokens,

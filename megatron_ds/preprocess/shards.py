@@ -57,7 +57,8 @@ class Slice(NamedTuple):
         """Lines of the file that begin before this slice. Reads the file up to there."""
         if not self.begin:
             return 0
-        lines, left = 1, self.begin - 1
+        lines = 1
+        left = self.begin - 1
         with self.file.open() as file:
             while left and (block := file.read(min(left, READ_BYTES))):
                 lines += block.count(b"\n")
@@ -80,7 +81,8 @@ def slices(files: Iterable[InputFile], format: str, shard: Shard | None) -> Iter
     first, last = (total * index // shard.count for index in (shard.index, shard.index + 1))
     start = 0
     for index, file in enumerate(listed):
-        begin, end = max(first - start, 0), min(last - start, file.size + 1)
+        begin = max(first - start, 0)
+        end = min(last - start, file.size + 1)
         start += file.size + 1
         if begin >= end:
             continue

@@ -20,7 +20,8 @@ class StageTimer:
 
     @contextmanager
     def stage(self, stage: str) -> Iterator[None]:
-        outer, self._inner = self._inner, 0.0
+        outer = self._inner
+        self._inner = 0.0
         start = time.perf_counter()
         yield
         elapsed = time.perf_counter() - start

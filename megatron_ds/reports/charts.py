@@ -58,8 +58,8 @@ class Chart:
     """One chart.
 
     Attributes:
-        name: Of its file.
-        unit: Of the horizontal axis: "" for a number, "s" for seconds.
+        name: Name of its file.
+        unit: Unit of the horizontal axis: "" for a number, "s" for seconds.
     """
 
     name: str
@@ -127,10 +127,11 @@ def curve(
         color: Number of the run.
         x: Positions.
         y: Values.
-        smoothing: As `weight` of `smooth`; None: 0.9, less for short runs.
+        smoothing: Weight of `smooth`; None: 0.9, less for short runs.
     """
     known = ~(np.isnan(x) | np.isnan(y))
-    x, y = x[known], y[known]
+    x = x[known]
+    y = y[known]
     if not len(x):
         return []
     if smoothing is None:
@@ -147,7 +148,7 @@ def loss_chart(runs: Runs, axis: str, smoothing: float | None = None) -> Chart:
     Args:
         runs: Their histories.
         axis: Horizontal axis.
-        smoothing: As `curve`.
+        smoothing: See `curve`.
     """
     lines: list[Line] = []
     marks: list[Mark] = []
@@ -163,7 +164,8 @@ def loss_chart(runs: Runs, axis: str, smoothing: float | None = None) -> Chart:
         marks += _marks(run, axis, color)
     label = AXIS_LABELS[axis]
     unit = "s" if axis == "time" else ""
-    y_label, name = "loss (nats per token)", f"loss-{axis.lower()}"
+    y_label = "loss (nats per token)"
+    name = f"loss-{axis.lower()}"
     return Chart(name, "Loss", label, y_label, tuple(lines), tuple(marks), unit)
 
 
@@ -192,8 +194,8 @@ def step_chart(
         key: Name of the chart.
         title: Title of the chart.
         y_label: Label of the vertical axis.
-        values: Of each run, one per step.
-        smoothing: As `curve`.
+        values: Values of each run, one per step.
+        smoothing: See `curve`.
     """
     lines: list[Line] = []
     for color, (name, run) in enumerate(runs.items()):

@@ -17,14 +17,17 @@ from megatron_ds.reports.charts import Chart, Line
 COLORS = ("#0b62b8", "#c2410c", "#0a7a55", "#9b3d9b", "#7a5c00", "#00707a")
 """Colors of the runs in a light theme; `DARK` has the colors in a dark one."""
 DARK = ("#6cb6ff", "#ff9a62", "#4cd4a0", "#e29ae2", "#e0b93c", "#5fd3dd")
-TEXT, GRID = "#1b1f24", "#d0d7de"
+TEXT = "#1b1f24"
+GRID = "#d0d7de"
 DASHES = ("solid", "dashed", "dotted")
 """Line styles of the first runs, and of further ones, which have the same colors."""
 MARKS = {"restart": "resumed"} | {name: name for name in ("stage", "checkpoint", "warning")}
 LINES = {"restart": "--", "stage": ":"}
 """Styles of the marks that are vertical lines."""
-PAGE_SIZE, FILE_SIZE = (5.0, 3.2), (9.0, 5.5)
-"""Inches. On a phone, the letters of a chart of the first size are readable."""
+PAGE_SIZE = (5.0, 3.2)
+"""Inches of a chart in a page, whose letters are readable on a phone."""
+FILE_SIZE = (9.0, 5.5)
+"""Inches of a chart in a file of its own."""
 STYLE = {
     "text.color": TEXT,
     "axes.labelcolor": TEXT,

@@ -11,17 +11,18 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.checkpoint.lineage import parent_of
-from megatron_ds.checkpoint.metadata import RUN, iteration_of, list_checkpoints
+from megatron_ds.checkpoint.metadata import RUN, WORLD_SIZES, iteration_of, list_checkpoints
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.training.loggers.events import EVENTS
@@ -32,11 +33,6 @@ Points = list[tuple[int, float]]
 Values = npt.NDArray[np.float64]
 AXES = ("iteration", "samples", "tokens", "flops", "time")
 """Horizontal axes of the charts; time is the sum over training steps in seconds."""
-RANK_AXES = (
-    *("tensor_model_parallel_size", "data_parallel_size", "ds_sequence_parallel_size"),
-    "pipeline_model_parallel_size",
-)
-"""Fields of a checkpoint's layout whose product is the number of ranks."""
 NAN = float("nan")
 SYNONYMS = {
     "iteration": ("step",),
@@ -47,7 +43,7 @@ SYNONYMS = {
 runs_field = functools.partial(
     option_field,
     (),
-    "--save folder, metrics.jsonl or table (--metrics-csv) of each run; a run that continues "
+    help="--save folder, metrics.jsonl or table (--metrics-csv) of each run; a run that continues "
     "another one begins with its curve",
     nargs="*",
     metavar="RUN",
@@ -64,7 +60,8 @@ class Evaluation(NamedTuple):
     split: str
     group: str
     loss: float
-    bits_per_byte: float | None = None
+    extras: Mapping[str, float] = MappingProxyType({})
+    """Further metrics by name, such as `bits_per_byte`."""
 
 
 class RecordFile:
@@ -74,10 +71,10 @@ class RecordFile:
 
     Args:
         path: The file, which need not exist yet.
-        add: Called with each object. Its KeyError, TypeError or ValueError means that it is no
-            record.
+        add: Called with each object. Its KeyError, TypeError or ValueError means that the object is
+            not a record.
         reset: Called if the file was replaced, before it is read from its beginning.
-        skip_damaged: Leave out lines that are no records instead of an error.
+        skip_damaged: Skip lines that are not records instead of raising an error.
     """
 
     def __init__(
@@ -88,24 +85,30 @@ class RecordFile:
         *,
         skip_damaged: bool = False,
     ) -> None:
-        self.path, self._add, self._reset = path, add, reset
+        self.path = path
+        self._add = add
+        self._reset = reset
         self._skip_damaged = skip_damaged
-        self._inode, self._offset, self._line = -1, 0, 0
+        self._inode = -1
+        self._offset = 0
+        self._line = 0
         self._columns = list[str]()
 
     def read(self) -> int:
         """Reads what is new, except a line that is still being written; returns its bytes.
 
         Raises:
-            UserError: If a line is no record; the next call begins with it.
+            UserError: If a line is not a record; the next call begins with it.
             OSError: If the file cannot be read.
         """
         with self.path.open("rb") as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self._inode != -1 or stat.st_size < self._offset:
-                self._offset = self._line = 0
+                self._offset = 0
+                self._line = 0
                 self._reset()
-            self._inode, before = stat.st_ino, self._offset
+            self._inode = stat.st_ino
+            before = self._offset
             file.seek(before)
             for line in file:
                 try:
@@ -117,7 +120,8 @@ class RecordFile:
                     if not self._skip_damaged:
                         where = {"path": self.path, "line": self._line + 1}
                         raise user_error("metrics-line-invalid", **where) from None
-                self._offset, self._line = self._offset + len(line), self._line + 1
+                self._offset += len(line)
+                self._line += 1
         return self._offset - before
 
     def _record(self, line: str) -> dict[str, Any]:
@@ -147,7 +151,7 @@ class History:
 
     Attributes:
         columns: Numbers of the training steps by key, all of one length; unknown ones are nan.
-        evaluations: In their order.
+        evaluations: Evaluations in order.
         events: The objects of `events.jsonl`, in their order.
         checkpoints: Iterations of the checkpoints that were complete, or are in the folder.
         settings: Arguments of the run's last start by option.
@@ -177,17 +181,16 @@ class History:
         """Adds an object of `metrics.jsonl`.
 
         Raises:
-            KeyError, TypeError, ValueError: If it is no record.
+            KeyError, TypeError, ValueError: If it is not a record.
         """
         iteration = int(record["iteration"])
         for key, loss in record.items():
             name, _, group = key.partition("/")  # a table has the group in the key
             if name in ("validation_loss", "test_loss") and loss is not None:
-                split, end = name.removesuffix("_loss"), f"/{group}" if group else ""
-                bits = record.get(f"{split}_bits_per_byte{end}", record.get("bits_per_byte"))
+                split = name.removesuffix("_loss")
+                extras = _extras(record, split, group)
                 group = group or str(record.get("group", ""))
-                result = float(loss), None if bits is None else float(bits)
-                self.evaluations.append(Evaluation(iteration, split, group, *result))
+                self.evaluations.append(Evaluation(iteration, split, group, float(loss), extras))
         if "lm_loss" not in record:
             return
         numbers = {
@@ -280,6 +283,27 @@ class History:
         return np.interp(iterations, self["iteration"][known], self.axis(name)[known])
 
 
+def _extras(record: Mapping[str, Any], split: str, group: str) -> dict[str, float]:
+    """The metrics of an evaluation besides loss and perplexity, by name.
+
+    Args:
+        record: An object, whose keys are their names; or a row of a table, where these begin with
+            the split and end with the group.
+        split: Split of the evaluation.
+        group: Group of the evaluation, in a table.
+    """
+    end = f"/{group}" if group else ""
+    is_row = f"{split}_ppl{end}" in record
+    start, end = (f"{split}_", end) if is_row else ("", "")
+    names = {
+        key.removeprefix(start).removesuffix(end): value
+        for key, value in record.items()
+        if key.startswith(start) and key.endswith(end) and isinstance(value, (int, float))
+    }
+    others = ("iteration", "loss", "ppl", f"{split}_loss")
+    return {name: float(value) for name, value in names.items() if name not in others}
+
+
 def flat_settings(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The arguments of a run by option: `--hidden-size`."""
     return {
@@ -299,7 +323,8 @@ class RunReader:
 
     def __init__(self, path: Path, until: int | None = None) -> None:
         self.folder, file = (path, path / METRICS) if path.is_dir() else (path.parent, path)
-        self.history = history = History()
+        self.history = History()
+        history = self.history
         self._until = float("inf") if until is None else until
         self._metrics = RecordFile(file, self._add_record, history.clear_steps)
         events = self.folder / EVENTS
@@ -314,7 +339,7 @@ class RunReader:
         """Adds what is new to `history`; returns the number of its bytes.
 
         Raises:
-            UserError: If a line of the metrics is no record.
+            UserError: If a line of the metrics is not a record.
             OSError: If a file cannot be read.
         """
         size = 0
@@ -329,7 +354,8 @@ class RunReader:
 
     def _read_folder(self) -> None:
         """Checkpoints, and settings and ranks where no event has them."""
-        history, paths = self.history, list_checkpoints(self.folder)
+        history = self.history
+        paths = list_checkpoints(self.folder)
         if parent := parent_of(self.folder):
             history.parent = "{} at {}".format(*parent)
         saved = {int(record["iteration"]) for record in history.of("checkpoint")}
@@ -341,7 +367,7 @@ class RunReader:
             with suppress(OSError, ValueError, KeyError, TypeError):
                 run = json.loads((path / RUN).read_bytes())
                 history.settings = flat_settings(run["config"])
-                history.layout_ranks = math.prod(run["layout"].get(axis, 1) for axis in RANK_AXES)
+                history.layout_ranks = math.prod(run["layout"].get(size, 1) for size in WORLD_SIZES)
 
     def _add_record(self, record: dict[str, Any]) -> None:
         # Our keys in place of the keys of other programs.
@@ -392,7 +418,7 @@ def read_history(path: Path, until: int | None = None) -> History:
         until: Last iteration to read. None: all.
 
     Raises:
-        UserError: If no training step has a finite loss, or a line is no record.
+        UserError: If no training step has a finite loss, or a line is not a record.
         OSError: If a file cannot be read.
     """
     reader = RunReader(path, until)
@@ -403,7 +429,7 @@ def read_history(path: Path, until: int | None = None) -> History:
 
 
 def run_problems(field: str, runs: Sequence[str], *, may_start: bool = False) -> Iterator[Problem]:
-    """The values of an option that are no runs, which may have no metrics yet if `may_start`."""
+    """Problems of the runs that an option names. With `may_start` a run may have no metrics yet."""
     for run in runs:
         if not Path(run).exists():
             yield Problem("run-missing", field, path=run)

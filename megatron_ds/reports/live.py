@@ -55,7 +55,8 @@ class Follower:
     def poll(self) -> None:
         """Reads the new bytes. An error is kept in `problem`: a file of a network folder may be
         incomplete for a moment."""
-        is_first, self.problem = self._written_at is None, ""
+        is_first = self._written_at is None
+        self.problem = ""
         try:
             # Files of another machine have its times: the age is the age of the file's time only
             # until a new byte is seen.
@@ -88,7 +89,8 @@ def frame(name: str, follower: Follower, width: int, *, has_dots: bool = True) -
         width: Characters of a line.
         has_dots: Whether the terminal has the characters of curves.
     """
-    run, now = follower.history, status(follower.history, follower.age)
+    run = follower.history
+    now = status(follower.history, follower.age)
     style = "yellow" if now.is_late else "green" if not now.text.startswith("failed") else "red"
     parts: list[RenderableType] = [f"[bold]{escape(name)}[/]: [{style}]{escape(now.text)}[/]"]
     if len(run):
@@ -104,7 +106,9 @@ def frame(name: str, follower: Follower, width: int, *, has_dots: bool = True) -
 
 def _progress(run: History, now: Status, width: int) -> Iterator[RenderableType]:
     """Bar, iterations and time left."""
-    done, total, pace = int(run["iteration"][-1]), run.total_iterations, seconds_per_step(run)
+    done = int(run["iteration"][-1])
+    total = run.total_iterations
+    pace = seconds_per_step(run)
     if not total:
         yield f"iteration {done:,}"
         return
@@ -149,7 +153,8 @@ def _lines(run: History) -> Iterator[tuple[str, str]]:
 
 
 def _slowest_rank(run: History) -> Iterator[tuple[str, str]]:
-    ranks, excess = run["time/slowest_rank"], run["time/slowest_rank_excess"]
+    ranks = run["time/slowest_rank"]
+    excess = run["time/slowest_rank_excess"]
     measured = np.flatnonzero(~np.isnan(ranks))
     if len(measured):
         last = measured[-1]

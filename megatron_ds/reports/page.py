@@ -73,7 +73,8 @@ def legend(chart: Chart) -> list[tuple[str, str, str]]:
             index, dashes = run_style(line.color)
             color = f"var(--run{index})"
             if line.kind == "ideal":
-                color, dashes = "grey", "dashed"
+                color = "grey"
+                dashes = "dashed"
             entries[line.label] = "", f"border-top-style: {dashes}; border-top-color: {color}"
         elif line.label:
             entries[line.label] = SYMBOLS[line.kind], ""

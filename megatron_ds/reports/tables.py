@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_ds.config import ModelConfig, MoEConfig, PrecisionConfig
 from megatron_ds.reports.history import History, flat_settings
+from megatron_ds.training.records import metric_title
 
 LAST_STEPS = 10
 """Steps over which the final loss is averaged."""
@@ -20,8 +21,10 @@ MAX_WARNINGS = 20
 """Warnings of a run that a table shows, the last ones."""
 RECENT = 50
 """Last steps over which speed and loss are averaged."""
-LATE_INTERVALS, LATE_SECONDS = 3, 10.0
-"""A run is late if nothing was written for so many log intervals, and so many seconds."""
+LATE_INTERVALS = 3
+"""A run is late if nothing was written for this number of log intervals, and `LATE_SECONDS`."""
+LATE_SECONDS = 10.0
+"""Seconds without a write after which a run may be late."""
 UNKNOWN = "–"
 MODEL = (item.name for group in (ModelConfig, MoEConfig, PrecisionConfig) for item in fields(group))
 COMPARED = tuple(flat_settings({"": dict.fromkeys(MODEL)}))
@@ -45,12 +48,14 @@ class Throughput:
     samples_per_second: float
     tokens_per_second: float
     tflops: float
-    """Per device."""
+    """TFLOP/s per device."""
 
 
 def throughput(run: History) -> Throughput | None:
     """The speed of a run; None without a step that is not warm-up."""
-    ranks, seconds, begin = run.ranks, run["seconds"], 0
+    ranks = run.ranks
+    seconds = run["seconds"]
+    begin = 0
     for before, start in pairwise(run.of("start")):
         if _layout(before) != _layout(start):
             begin = start["iteration"]
@@ -101,20 +106,25 @@ def last_losses(run: History, split: str) -> dict[str, float]:
     return {group: run.losses(split, group)[-1][1] for group in run.groups(split)}
 
 
-def last_bits_per_byte(run: History) -> dict[str, float]:
-    """The last bits per byte of each validation dataset that has them, by its name."""
+def last_extras(run: History, name: str) -> dict[str, float]:
+    """The last value of a further metric of each validation dataset that has it, by its name."""
     return {
-        item.group: item.bits_per_byte
+        item.group: item.extras[name]
         for item in run.evaluations
-        if item.split == "validation" and item.bits_per_byte is not None
+        if item.split == "validation" and name in item.extras
     }
 
 
 def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None) -> Table:
     """The final figures of each run."""
-    rows, has_forks = [], any(run.parent for run in runs.values())
+    rows = []
+    has_forks = any(run.parent for run in runs.values())
+    extras = {"bits_per_byte": None}  # a column also without values
+    for item in (item for run in runs.values() for item in run.evaluations):
+        extras |= dict.fromkeys(item.extras)
     for name, run in runs.items():
-        speed, total = throughput(run), run.total_iterations
+        speed = throughput(run)
+        total = run.total_iterations
         speeds = dict.fromkeys(("s/step", "samples/s", "tokens/s", "TFLOPs per device"), UNKNOWN)
         speeds |= {"MFU": UNKNOWN} if peak_tflops else {}
         if speed is not None:
@@ -132,7 +142,7 @@ def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None)
             "steps": f"{run['iteration'][-1]:,.0f}" + (f" of {total:,}" if total else ""),
             f"loss (last {LAST_STEPS} steps)": f"{final_loss(run):.4f}",
             "validation loss": _losses(last_losses(run, "validation")),
-            "bits per byte": _losses(last_bits_per_byte(run)),
+            **{metric_title(name): _losses(last_extras(run, name)) for name in extras},
             "test loss": _losses(last_losses(run, "test")),
             **speeds,
             "peak memory": f"{max(peaks) / 2**30:.2f} GiB" if peaks else UNKNOWN,
@@ -160,7 +170,7 @@ def _ranks(run: History) -> str:
 
 
 def about_table(runs: Mapping[str, History]) -> Table:
-    """Description of each run, from its banner; without rows if none has recorded it."""
+    """Description of each run, from its banner; without rows if no run has recorded it."""
     lines = [run.of("about")[-1]["lines"] if run.of("about") else {} for run in runs.values()]
     labels = dict.fromkeys(label for line in lines for label in line)
     rows = [[label, *(line.get(label, UNKNOWN) for line in lines)] for label in labels]

@@ -20,7 +20,9 @@ def braille(values: Sequence[float], width: int, height: int) -> list[str]:
     columns = min(2 * width, len(values))
     edges = [len(values) * column // columns for column in range(columns + 1)] if columns else []
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high, last = min(means, default=0.0), max(means, default=0.0), 4 * height - 1
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
+    last = 4 * height - 1
     rows = [round((high - mean) / (high - low or 1.0) * last) for mean in means]
     cells = [[0x2800] * width for _ in range(height)]
     for column, (before, row) in enumerate(pairwise([*rows[:1], *rows])):

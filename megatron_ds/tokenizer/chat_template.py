@@ -58,7 +58,8 @@ def read_chat_template(folder: Path | None) -> ChatTemplate | None:
     settings = dict[str, Any]()
     for path in paths:
         settings |= read_json(path, "tokenizer_model")
-    source, file = settings.get("chat_template"), folder / TEMPLATE_FILE
+    source = settings.get("chat_template")
+    file = folder / TEMPLATE_FILE
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if file.is_file():

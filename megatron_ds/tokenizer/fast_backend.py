@@ -56,8 +56,10 @@ class FastTokenizer(Tokenizer):
             name = reference.fingerprint.kind
             raise user_error("fast-backend-unsupported-tokenizer-type", kind=name)
         self._reference = reference
-        self.vocab_size, self.eod = reference.vocab_size, reference.eod
-        self.bos, self.adds_bos = reference.bos, reference.adds_bos
+        self.vocab_size = reference.vocab_size
+        self.eod = reference.eod
+        self.bos = reference.bos
+        self.adds_bos = reference.adds_bos
         self.fingerprint = reference.fingerprint
         library = import_library(FAST, f"{option('tokenizer_backend')} {FAST}")
         with library_errors("fast-backend-rejects-tokenizer"):

@@ -82,7 +82,9 @@ class TokenizerFingerprint:
             ValueError: For any other value.
         """
         try:
-            name, files, settings = values["kind"], values["files"], values["settings"]
+            name = values["kind"]
+            files = values["files"]
+            settings = values["settings"]
             numbers = values["vocab_size"], values["eod"]
             content = values.get("content", "")  # added later
         except (TypeError, KeyError) as error:
@@ -119,7 +121,8 @@ def hash_content(
         model: Parts of its model that are at hand, and may be left out of it.
     """
     parsed = json.loads(tokenizer_json)
-    normalizer, parts = parsed["normalizer"], parsed["model"] | (model or {})
+    normalizer = parsed["normalizer"]
+    parts = parsed["model"] | (model or {})
     settings = {name: value for name, value in parts.items() if value not in (None, "", False)}
     pairs = parts.get("merges", ())  # strings in older versions
     settings["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]

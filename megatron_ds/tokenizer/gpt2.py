@@ -139,7 +139,8 @@ def _read_merges(path: str, vocab_file: str, vocab: Mapping[str, int]) -> list[s
     merged = {*pre_tokenizers.ByteLevel.alphabet(), *(line.replace(" ", "") for line in merges)}
     unmerged = [token for token in vocab if token not in merged]
     if len(unmerged) > MAX_UNMERGED_TOKENS:
-        count, first = len(unmerged), " ".join(unmerged[:3])
+        count = len(unmerged)
+        first = " ".join(unmerged[:3])
         raise user_error(
             "merges-incomplete", path=path, number=count, vocab_file=vocab_file, unmerged=first
         )

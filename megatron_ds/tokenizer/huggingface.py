@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 REQUIRED_FILES = ("vocab_file", "merges_file")
 """Keys of `vocab_files_names`, in transformers, of the files without which a tokenizer is empty."""
-JSON_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
+JSON_FILE = "tokenizer.json"
+MODEL_FILE = "tokenizer.model"
 BEGINNING_CLASSES = ("LlamaTokenizer", "GemmaTokenizer", "CodeLlamaTokenizer")
 """Classes that begin texts with a token unless their settings say otherwise."""
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -44,9 +45,22 @@ PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 PLAIN_MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral")
 """Types of models with which `transformers` keeps these classes."""
 HARMLESS_SETTINGS = (
-    *("add_bos_token", "add_eos_token", "add_prefix_space", "backend", "chat_template", "errors"),
-    *("clean_up_tokenization_spaces", "do_lower_case", "is_local", "legacy", "local_files_only"),
-    *("model_input_names", "model_max_length", "name_or_path", "padding_side", "truncation_side"),
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "backend",
+    "chat_template",
+    "errors",
+    "clean_up_tokenization_spaces",
+    "do_lower_case",
+    "is_local",
+    "legacy",
+    "local_files_only",
+    "model_input_names",
+    "model_max_length",
+    "name_or_path",
+    "padding_side",
+    "truncation_side",
 )
 """Keys that do not change the ids of these classes."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")
@@ -298,7 +312,8 @@ class FileTokenizer(JsonTokenizer):
         self.folder = file.parent
         library.no_padding()
         library.no_truncation()
-        self._tokenizer, self._splits_tokens = library, library.encode_special_tokens
+        self._tokenizer = library
+        self._splits_tokens = library.encode_special_tokens
         self._names = _token_names(loaded)
         vocab = library.get_vocab(with_added_tokens=True)
         self.vocab_size = count_ids(vocab, "tokenizer_model", file)
@@ -351,7 +366,8 @@ class PretrainedTokenizer(Tokenizer):
         self.vocab_size = count_ids(vocab, "tokenizer_model", folder)
         if self._tokenizer.eos_token_id is None:
             raise user_error("end-token-not-configured", folder=folder)
-        self.eod, self.bos = int(self._tokenizer.eos_token_id), self._tokenizer.bos_token_id
+        self.eod = int(self._tokenizer.eos_token_id)
+        self.bos = self._tokenizer.bos_token_id
         self.adds_bos = self.bos is not None and self._tokenizer("").input_ids[:1] == [self.bos]
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
         existing = filter(Path.is_file, files)
@@ -449,7 +465,8 @@ def _raise_known_cause(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _check_files(folder: Path, names: Mapping[str, str]) -> None:
-    """Without its files transformers builds an empty tokenizer, which encodes to nothing."""
+    """Checks that the tokenizer's files exist. Without them transformers builds an empty tokenizer,
+    which encodes every text to no tokens."""
     required = [names[role] for role in REQUIRED_FILES if role in names]
     missing = ", ".join(name for name in required if not (folder / name).is_file())
     complete = names.get("tokenizer_file")  # replaces all other ones
@@ -458,7 +475,8 @@ def _check_files(folder: Path, names: Mapping[str, str]) -> None:
 
 
 def _named_token(file: Path, key: str) -> tuple[Path, Any]:
-    """The special token of a key next to a tokenizer.json, and the file; None if there is none."""
+    """Finds the special token `key` in the files next to a tokenizer.json; returns the file and the
+    token."""
     for path in map(file.with_name, SIDE_FILES):
         token = read_json(path, "tokenizer_model").get(key) if path.is_file() else None
         token = token.get("content") if isinstance(token, dict) else token

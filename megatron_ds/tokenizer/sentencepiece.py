@@ -31,7 +31,8 @@ class SentencePieceTokenizer(Tokenizer):
         Raises:
             UserError: If the file is not a SentencePiece model with these tokens.
         """
-        self._file, self._model = model_file, _load(model_file)
+        self._file = model_file
+        self._model = _load(model_file)
         self.eod = _control_id(self._model, "eos_id", model_file)
         self._prefix = []
         if name == "Llama2Tokenizer":
@@ -82,7 +83,8 @@ class SentencePieceWithSpecialTokens(Tokenizer):
             UserError: If the file is not a SentencePiece model.
         """
         self._file = model_file
-        model = self._model = _load(model_file)
+        model = _load(model_file)
+        self._model = model
         pieces = [model.id_to_piece(index) for index in range(model.get_piece_size())]
         controls = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
         special = [*ADDED_TOKENS]
@@ -123,7 +125,8 @@ class SentencePieceWithSpecialTokens(Tokenizer):
         return ExportedTokenizer(library, names, scores=_scores(library))
 
     def decode(self, ids: Sequence[int]) -> str:
-        parts, plain = [], list[int]()
+        parts = []
+        plain = list[int]()
         for index in ids:
             if index in self._special_texts:
                 parts.append(f"{self._model.decode(plain)} {self._special_texts[index]} ")

@@ -10,17 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.checks import import_library
-from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.config.problems import Problem, option, user_error, warn_of
 from megatron_ds.tokenizer.base import Tokenizer, library_errors, read_bytes
 from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens
 
 DEFAULT_VOCAB_SIZE = 1 << 17
-"""As in Megatron-LM; smaller if the file has fewer tokens."""
+"""Default vocabulary size of Megatron-LM; the vocabulary is smaller if the file has fewer
+tokens."""
 BYTE_TOKENS = 256
 """Tokens at the start of every file."""
-PATTERNS: dict[str, str] = read_table(__file__)
+PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 """Megatron-LM's two patterns that split text into words, within which tokens are merged."""
 
 
@@ -41,9 +46,9 @@ class TikTokenizer(Tokenizer):
     ) -> None:
         """
         Args:
-            path: A JSON list of {"rank", "token_bytes" (base64), "token_str"}, as of Megatron-LM,
-                lines of base64 and rank, as of tiktoken, or Mistral's tekken.json, an object with
-                such a list and the settings, which must agree with the ones given here.
+            path: A JSON list of {"rank", "token_bytes" (base64), "token_str"} (Megatron-LM), lines
+                of base64 and rank (tiktoken), or Mistral's tekken.json, an object with such a list
+                and the settings, which must agree with the ones given here.
             pattern: Key of `PATTERNS`.
             num_special: Number of special tokens, which have the first ids.
             special: Names of the first special tokens (default: <unk>, <s>, </s>).
@@ -73,15 +78,14 @@ class TikTokenizer(Tokenizer):
                 special=num_special,
             )
         names = _special_names(REQUIRED_SPECIAL_TOKENS if special is None else special, num_special)
-        kept = tokens[: vocab_size - num_special]
-        ranks = {token: rank for rank, token in enumerate(kept, num_special)}
-        self.vocab_size, self._num_special = vocab_size, num_special
-        self._names, self._pattern = names, PATTERNS[pattern]
+        used_tokens = tokens[: vocab_size - num_special]
+        ranks = {token: rank for rank, token in enumerate(used_tokens, num_special)}
+        self.vocab_size = vocab_size
+        self._num_special = num_special
+        self._names = names
+        self._pattern = PATTERNS[pattern]
         self.eod = names.index("</s>")
-        settings: dict[str, str | int] = {"--tiktoken-pattern": pattern}
-        settings["--tiktoken-num-special-tokens"] = num_special
-        if special is not None and tekken is None:
-            settings["--tiktoken-special-tokens"] = " ".join(special)
+        settings = _settings(pattern, num_special, None if tekken is not None else special)
         self.fingerprint = self._fingerprint_of("TikTokenizer", [path], settings)
         with library_errors("tiktoken-file-unusable", path=path):
             self._model = tiktoken.Encoding(
@@ -181,6 +185,17 @@ class _Tekken:
         return self.special
 
 
+def _settings(
+    pattern: str, num_special: int, special: Sequence[str] | None
+) -> dict[str, str | int]:
+    """The flags that change what a file means, for the fingerprint."""
+    settings: dict[str, str | int] = {"--tiktoken-pattern": pattern}
+    settings["--tiktoken-num-special-tokens"] = num_special
+    if special is not None:
+        settings["--tiktoken-special-tokens"] = " ".join(special)
+    return settings
+
+
 def _special_names(first: Sequence[str], size: int) -> list[str]:
     return [*first, *(f"<SPECIAL_{index}>" for index in range(len(first), size))]
 
@@ -213,7 +228,8 @@ def _read_tokens(path: str) -> tuple[list[bytes], _Tekken | None]:
         raise user_error(
             "tiktoken-file-invalid", file=file, kind=type(error).__name__, error=error
         ) from None
-    is_integer, size = all(type(rank) is int for rank in ranks.values()), len(pairs)
+    is_integer = all(type(rank) is int for rank in ranks.values())
+    size = len(pairs)
     if not is_integer or set(ranks.values()) != set(range(size)):
         raise user_error("token-ranks-not-contiguous", file=file, size=size, largest=size - 1)
     tokens = sorted(ranks, key=ranks.__getitem__)

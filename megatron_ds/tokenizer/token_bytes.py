@@ -16,7 +16,8 @@ def piece_bytes(piece: str) -> int:
 
 
 def library_token_bytes(library: Any, size: int) -> list[int] | None:
-    """As `Tokenizer.token_bytes`, of a tokenizer of the library `tokenizers` with `size` ids."""
+    """Computes `Tokenizer.token_bytes` for a tokenizer of the library `tokenizers` with `size`
+    ids."""
     decoder = library.decoder
     state = "" if decoder is None else decoder.__getstate__().decode()
     sizes = [0] * size

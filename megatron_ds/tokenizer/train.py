@@ -94,7 +94,7 @@ def train_wordpiece(
         texts: Training texts.
         vocab_size: Maximal number of tokens.
         folder: Receives vocab.txt.
-        lower_case: For BertWordPieceLowerCase, otherwise for BertWordPieceCase.
+        lower_case: Whether to train for BertWordPieceLowerCase instead of BertWordPieceCase.
         show: Show the library's progress.
 
     Returns:
@@ -187,9 +187,9 @@ def _character_pieces(words: Counter[str]) -> list[str]:
     for word, count in words.items():
         for char in word:
             counts[char] += count
-    kept = sorted(counts, key=lambda char: (-counts[char], char))[:MAX_ALPHABET]
-    inside = {char for word in words for char in word[1:]}.intersection(kept)
-    return [*sorted(kept), *(f"##{char}" for char in sorted(inside))]
+    alphabet = sorted(counts, key=lambda char: (-counts[char], char))[:MAX_ALPHABET]
+    inside = {char for word in words for char in word[1:]}.intersection(alphabet)
+    return [*sorted(alphabet), *(f"##{char}" for char in sorted(inside))]
 
 
 def _repeated(words: Counter[str]) -> Iterator[str]:

@@ -53,7 +53,8 @@ class WordPieceTokenizer(Tokenizer):
         vocab = read_vocab(vocab_file)
         for token in ("[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in range(extra_ids))):
             vocab.setdefault(token, len(vocab))
-        self.eod, self._special = vocab["[EOS]"], [*REQUIRED_TOKENS, "[BOS]", "[EOS]"]
+        self.eod = vocab["[EOS]"]
+        self._special = [*REQUIRED_TOKENS, "[BOS]", "[EOS]"]
         self._special += [f"<extra_id_{index}>" for index in range(extra_ids)]
         self.vocab_size = len(vocab)
         name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
@@ -118,7 +119,8 @@ class _Table(dict[int, str]):
         self._replacement = replacement
 
     def __missing__(self, code: int) -> str:
-        new = self[code] = self._replacement(chr(code))
+        new = self._replacement(chr(code))
+        self[code] = new
         return new
 
 
@@ -154,7 +156,9 @@ def read_vocab(path: str) -> dict[str, int]:
     for index, line in enumerate(read_lines(path, "vocab_file")):
         token = line.strip()
         if vocab.setdefault(token, index) != index:
-            first, again, shown = vocab[token] + 1, index + 1, token[:40]
+            first = vocab[token] + 1
+            again = index + 1
+            shown = token[:40]
             raise user_error(
                 "vocabulary-token-repeated", path=path, line=again, token=shown, first=first
             )

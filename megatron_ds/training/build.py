@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import Config
+from megatron_ds.config.phases import phase_names
 from megatron_ds.config.problems import user_error
-from megatron_ds.config.stages import stage_names
 from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.blend.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.data.build_datasets import Datasets
@@ -32,35 +32,30 @@ from megatron_ds.launch.process.lifecycle import ProcessLifecycle
 from megatron_ds.launch.ranks import distributed
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.initial_load import InitialLoad
+from megatron_ds.model.declaration.architecture import run_spec
 from megatron_ds.model.layers import CustomParts
-from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
-from megatron_ds.run_stages import RunStages
+from megatron_ds.run_phases import RunPhases
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.extensions import Callback, Extensions
+from megatron_ds.training.loggers.console import Console, ShortConsole, is_short, time_details
 from megatron_ds.training.loggers.events import EventLog
-from megatron_ds.training.loggers.selection import (
-    Console,
-    ShortConsole,
-    is_short,
-    open_loggers,
-    time_details,
-)
+from megatron_ds.training.loggers.selection import open_loggers
 from megatron_ds.training.loggers.step_records import StepRecordLog
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.profile.profiling import open_profiling
 from megatron_ds.training.records import Logger
 from megatron_ds.training.start.preflight import RunInputs
-from megatron_ds.training.start.run_data import build_stage_data
+from megatron_ds.training.start.run_data import build_phase_data
 from megatron_ds.training.start.startup_report import (
     FirstStepsReport,
     StartReport,
     log_timestamp,
     print_detail,
-    report_stage,
+    report_phase,
 )
 from megatron_ds.training.trainer import Trainer
 
@@ -107,12 +102,13 @@ class _Start:
 
     @property
     def history(self) -> BlendHistory | None:
-        """What was read of the training data before it."""
+        """Training data that was read before the start of this process; None without a
+        checkpoint."""
         return None if self.checkpoint is None else self.checkpoint.run.data
 
     def position(self, entered: TrainState, excluded: str | None) -> dict[str, Any]:
-        """What determines the samples of the run, for `EventLog`: the state before its first step,
-        what was read of the training data, and the file of what is left out."""
+        """Values that determine the samples of the run, for `EventLog`: the state before its first
+        step, the training data read so far, and the list of excluded documents."""
         state = dataclasses.replace(entered, recent_losses=(), recent_norms=())
         text = excluded and Path(excluded).read_text(encoding="utf-8")
         data = self.history and self.history.to_dict()
@@ -122,7 +118,7 @@ class _Start:
         """Fills the engine with it. Collective."""
         state = self.state
         if self.checkpoint is not None:
-            state = parts.checkpoints.load(engine, self.checkpoint)
+            state = parts.checkpoints.restoring.load(engine, self.checkpoint)
         if self.imported is not None:
             engine.reshard(self.imported)
             for note in self.imported.notes:
@@ -141,35 +137,36 @@ def build_trainer(parts: RunParts) -> Trainer:
     Raises:
         UserError: If the checkpoint or the data does not fit the run.
     """
-    config, context, mesh, report = parts.config, parts.context, parts.mesh, parts.report
-    eod, startup, checkpoints = parts.inputs.tokenizer.eod, parts.startup, parts.checkpoints
-    start, stages = _find_start(parts), RunStages(config, mesh.dp.size)
-    entered = stages.entered(start.state)
+    config = parts.config
+    mesh = parts.mesh
+    report = parts.report
+    start = _find_start(parts)
+    phases = RunPhases(config, mesh.dp.size)
+    entered = phases.entered(start.state)
     data, *later_data = _build_data(parts, start, entered)
-    startup.mark("data")
+    parts.startup.mark("data")
     peak = device.PeakMemory()
     custom = CustomParts(parts.extensions.loss, parts.extensions.layer)
     engine = build_engine(
-        config, mesh, context.device, eod, init_weights=start.is_new, parts=custom
+        config, mesh, parts.context.device, init_weights=start.is_new, parts=custom
     )
-    engine.enter_stage(stages.at(entered).model)
+    engine.enter_phase(phases.at(entered).model)
     peak.restart()  # without the trials of compiled functions, which the estimate leaves out
-    startup.mark("model and engine")
+    parts.startup.mark("model and engine")
     report.print_parameter_count(engine)
-    state = stages.entered(start.load(engine, parts))
+    state = phases.entered(start.load(engine, parts))
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = _largest_memory(parts)
     about = report.print_banner(engine, state, estimate)
     last = state.iteration
     if config.evaluation.trains:
-        last = stages.total_iterations(state)
+        last = phases.total_iterations(state)
     if report.folder is not None:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         report.write_run_files(engine, (data, *later_data), state.stage)
-        checkpoints.start_branch(start.checkpoint)
-        facts = start.position(entered, config.data.exclude_documents)
-        facts |= {"total_iterations": last, "ranks": context.world_size}
-        parts.events.start(report.folder, config, state.iteration, **facts)
+        parts.checkpoints.saving.start_branch(start.checkpoint)
+        position = start.position(entered, config.data.exclude_documents)
+        _record_start(parts, report.folder, position, state, last)
         parts.events.record("about", lines=about)
     exits = _exit_conditions(parts, last)
     return Trainer(
@@ -179,20 +176,35 @@ def build_trainer(parts: RunParts) -> Trainer:
         data=data,
         later_data=later_data,
         metrics=_build_metrics(parts, engine, state, exits),
-        checkpoints=checkpoints,
+        checkpoints=parts.checkpoints,
         exits=exits,
         state=state,
         total_iterations=last,
-        eod=eod if config.data.eod_mask_loss else None,
         report=FirstStepsReport(
-            startup, engine, estimate, peak, state.iteration, config, parts.events
+            parts.startup, engine, estimate, peak, state.iteration, config, parts.events
         ),
-        profiling=open_profiling(config, engine, parts.save, context.rank, state, last),
+        profiling=open_profiling(config, engine, parts.save, parts.context.rank, state, last),
         callbacks=(*parts.extensions.callbacks, *_record_logs(parts)),
         tasks=_build_tasks(parts, engine),
         token_bytes=_token_bytes(parts) if data.valid or data.test else None,
         watch=parts.life.hang_watch,
     )
+
+
+def _record_start(
+    parts: RunParts, folder: Path, position: Mapping[str, Any], state: TrainState, last: int
+) -> None:
+    """Writes the first event of the run.
+
+    Args:
+        parts: The parts of the run.
+        folder: Folder of the events.
+        position: Where the run starts in its data.
+        state: State at the start.
+        last: The last iteration.
+    """
+    facts = {**position, "total_iterations": last, "ranks": parts.context.world_size}
+    parts.events.start(folder, parts.config, state.iteration, **facts)
 
 
 def _record_logs(parts: RunParts) -> Iterator[Callback]:
@@ -203,19 +215,25 @@ def _record_logs(parts: RunParts) -> Iterator[Callback]:
 
 
 def _largest_memory(parts: RunParts) -> MemoryEstimate:
-    """The memory of the stage that needs the most."""
-    dp_size, device_type = parts.mesh.dp.size, parts.context.device.type
-    estimates = (planned_memory(item, dp_size, device_type) for item in parts.config.stage_configs)
+    """The memory of the phase that needs the most."""
+    dp_size = parts.mesh.dp.size
+    device_type = parts.context.device.type
+    estimates = (planned_memory(item, dp_size, device_type) for item in parts.config.phase_configs)
     return max(estimates, key=lambda estimate: estimate.peak)
 
 
 def _exit_conditions(parts: RunParts, last: int) -> ExitConditions:
     """The conditions that end a run before its last iteration. Collective."""
-    config, life = parts.config, parts.life
+    config = parts.config
+    life = parts.life
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     hosts = distributed.create_host_group(timeout)
     return ExitConditions(
-        *(config.stopping, last, life.stop_request, hosts, life.started_at),
+        config.stopping,
+        last,
+        life.stop_request,
+        hosts,
+        life.started_at,
         progress=life.hang_watch.progress,
     )
 
@@ -226,7 +244,7 @@ def _find_start(parts: RunParts) -> _Start:
         return _Start(imported=InitialLoad.of(plan.imported, parts.config))
     start = _Start()
     if plan.folders.load is not None:
-        start = _Start(parts.checkpoints.select())
+        start = _Start(parts.checkpoints.restoring.select())
         parts.startup.mark("checkpoint's check")
     if start.is_new and parts.config.evaluation.eval_only is not None:
         raise user_error("no-checkpoint-to-evaluate")
@@ -235,7 +253,9 @@ def _find_start(parts: RunParts) -> _Start:
 
 def _build_tasks(parts: RunParts, engine: ZeroEngine) -> TaskEvaluation | None:
     """The evaluation of --eval-tasks and --eval-only, whose data is loaded here."""
-    config, mesh, options = parts.config, parts.mesh, parts.config.evaluation
+    config = parts.config
+    mesh = parts.mesh
+    options = parts.config.evaluation
     if not (options.file_tasks or options.harness_tasks):
         return None
     return TaskEvaluation(
@@ -271,22 +291,23 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
 def times_of_ranks(engine: ZeroEngine) -> dict[str, list[float]]:
     """The times of the engines of all ranks, by name, in the order of the ranks. Collective."""
     times = gather_objects(engine.step_times())
-    names = dict.fromkeys(name for of_rank in times for name in of_rank)
+    names = dict.fromkeys(name for rank_times in times for name in rank_times)
     return {name: [rank[name] for rank in times if name in rank] for name in names}
 
 
 def _build_data(parts: RunParts, start: _Start, entered: TrainState) -> list[Datasets]:
-    """Builds the datasets of the current stage and of the later ones, continued from a checkpoint.
+    """Builds the datasets of the current phase and of the later ones, continued from a checkpoint.
 
-    The blend of a stage continues that of the one before it.
+    The blend of a phase continues the blend of the previous phase.
     """
     if parts.config.evaluation.eval_only is not None:
         return [Datasets(None)]
-    history, built = start.history, list[Datasets]()
-    stages = RunStages(parts.config, parts.mesh.dp.size)
+    history = start.history
+    built = list[Datasets]()
+    phases = RunPhases(parts.config, parts.mesh.dp.size)
     if entered.stage != start.state.stage:
-        report_stage(parts.events, stages, entered)
-    for before in stages.starts(entered):
+        report_phase(parts.events, phases, entered)
+    for before in phases.starts(entered):
         if built and built[-1].progress is not None:
             history = built[-1].progress.history_after(before.consumed_samples)
         built.append(_build_datasets(parts, before, history))
@@ -295,15 +316,18 @@ def _build_data(parts: RunParts, start: _Start, entered: TrainState) -> list[Dat
 
 
 def _build_datasets(parts: RunParts, state: TrainState, history: BlendHistory | None) -> Datasets:
-    """Builds the datasets of a stage and prints their composition."""
-    stages, inputs, save = RunStages(parts.config, parts.mesh.dp.size), parts.inputs, parts.save
-    config, num_samples = stages.at(state), stages.planned_samples(state)
-    names = stage_names(parts.config)
-    of_stage = f" for stage {names[state.stage]}" if names else " for GPT"
-    print_detail(config, f" > building train, validation, and test datasets{of_stage} ...")
+    """Builds the datasets of a phase and prints their composition."""
+    phases = RunPhases(parts.config, parts.mesh.dp.size)
+    inputs = parts.inputs
+    save = parts.save
+    config = phases.at(state)
+    num_samples = phases.planned_samples(state)
+    names = phase_names(parts.config)
+    dataset_label = f" for stage {names[state.stage]}" if names else " for GPT"
+    print_detail(config, f" > building train, validation, and test datasets{dataset_label} ...")
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         print_detail(config, f"    {name + ':':<12}{samples}")
-    data = build_stage_data(
+    data = build_phase_data(
         parts.config, inputs, parts.mesh.dp.size, state, history, parts.extensions.dataset
     )
     lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]
@@ -321,12 +345,15 @@ def _build_metrics(
 ) -> Metrics:
     """Metrics of this rank. The first rank, which prints the other lines of the log, prints them,
     so that lines keep their order; the last one writes files, as in Megatron."""
-    config, mesh, context = parts.config, parts.mesh, parts.context
-    stages = RunStages(config, mesh.dp.size)
-    total_iterations = stages.total_iterations(state)
+    config = parts.config
+    mesh = parts.mesh
+    context = parts.context
+    phases = RunPhases(config, mesh.dp.size)
+    total_iterations = phases.total_iterations(state)
     loggers: list[Logger] = []
     if context.rank == 0:
-        write, hosts = output.print_on_rank, [host.name for host in context.locations.values()]
+        write = output.print_on_rank
+        hosts = [host.name for host in context.locations.values()]
         details = functools.partial(time_details, config.profiling, hosts)
         loggers.append(
             ShortConsole(write, total_iterations, details)
@@ -348,14 +375,14 @@ def _build_metrics(
     return Metrics(
         ThroughputModel(
             flops_per_sample=run_spec(config).flops,
-            seq_length=stages.at(state).model.seq_length,
+            seq_length=phases.at(state).model.seq_length,
             world_size=context.world_size,
             curriculum=config.lengths_vary,
         ),
         log_interval=config.logging.log_interval,
         total_iterations=total_iterations,
-        seconds_left=lambda state, rate: exits.seconds_left(stages.tokens_left(state) / rate),
-        mean_over_dp=functools.partial(mean_over_group, group=mesh.dp_sp, device=context.device),
+        seconds_left=lambda state, rate: exits.seconds_left(phases.tokens_left(state) / rate),
+        mean_over_dp=functools.partial(mean_over_group, group=mesh.replicas, device=context.device),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         step_times=(
             functools.partial(times_of_ranks, engine) if config.profiling.times_parts else None

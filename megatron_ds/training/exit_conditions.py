@@ -58,7 +58,8 @@ class ExitConditions:
         """
         conditions = self._external_conditions(iteration)
         if iteration < self.total_iterations:
-            limit, interval = self.config.exit_duration_in_mins, self.config.exit_interval
+            limit = self.config.exit_duration_in_mins
+            interval = self.config.exit_interval
             is_late = limit is not None and (time.monotonic() - self.started_at) / 60 > limit
             is_due = interval is not None and iteration % interval == 0
             conditions += [

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.data.dataset_request import BuildDataset
+from megatron_ds.data.own.dataset_request import BuildDataset
 from megatron_ds.train_state import StepResult, TrainState
 from megatron_ds.training.records import Logger
 
@@ -92,7 +92,8 @@ class Extensions:
                 yield from _call_problems(name, part, arguments)
         for index, callback in enumerate(self.callbacks):
             if not isinstance(callback, Callback):
-                name, expected = f"callbacks[{index}]", "an object of a subclass of Callback"
+                name = f"callbacks[{index}]"
+                expected = "an object of a subclass of Callback"
                 yield Problem("extension-of-other-type", name=name, value=callback, kind=expected)
         for index, logger in enumerate(self.loggers):
             yield from _call_problems(f"loggers[{index}]", logger, "config, state")

@@ -99,8 +99,8 @@ class Metrics:
             plan: Plan of the step.
             result: Result of the step on this rank. Its loss and extras may be 0-d tensors.
             seconds: Duration of the step without evaluation and saving.
-            warm_up: The duration is not representative, as of the first step of a process and of a
-                compilation: exclude the step from the throughput of its interval.
+            warm_up: Whether to exclude the step from the throughput of its interval, because its
+                duration is not representative: the first step of a process, or one that compiles.
         """
         self._state = state
         self._pending.append(_Step(state, plan, result, seconds, warm_up))
@@ -125,7 +125,7 @@ class Metrics:
         label: str,
         loss: float,
         group: str = "",
-        bits_per_byte: float | None = None,
+        extras: Mapping[str, float] | None = None,
     ) -> None:
         """Logs an evaluation, after the steps before it. Collective.
 
@@ -135,13 +135,14 @@ class Metrics:
             label: Point of the run, for the printed line.
             loss: Mean over all ranks, in nats per token.
             group: Name of the dataset, if it has one.
-            bits_per_byte: Of its text, if known.
+            extras: Further metrics by name.
         """
         assert split in SPLITS, split
         self.write_pending()
-        samples, tokens = state.consumed_samples, state.consumed_tokens
+        samples = state.consumed_samples
+        tokens = state.consumed_tokens
         counts = state.iteration, samples, tokens
-        record = EvalRecord(*counts, split, label, loss, group, bits_per_byte)
+        record = EvalRecord(*counts, split, label, loss, group, extras or {})
         for logger in self.loggers:
             logger.log_eval(record)
 
@@ -196,7 +197,9 @@ class Metrics:
             logger.close()
 
     def _step_record(self, step: _Step, lm_loss: float, extras: Mapping[str, float]) -> StepRecord:
-        state, plan, result = step.state, step.plan, step.result
+        state = step.state
+        plan = step.plan
+        result = step.result
         workload = self.workload
         assert not extras.keys() & STEP_FIELDS, f"names of fields in {sorted(extras)}"
         record = StepRecord(
@@ -228,7 +231,9 @@ class Metrics:
         steps = self._interval
         applied = [step for step in steps if not step.skipped]
         timed = [step for step in steps if not step.warm_up]
-        workload, seconds, last = self.workload, _seconds(timed), steps[-1]
+        workload = self.workload
+        seconds = _seconds(timed)
+        last = steps[-1]
         rate = sum(map(workload.tokens, timed)) / seconds if timed else None
         left = None
         if rate is not None and self.seconds_left is not None:

@@ -6,6 +6,8 @@ Owns what must be undone at the end. Collective: every rank calls `train`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,9 +17,10 @@ from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.folders.folder_checks import claimed_folders, folder_ownership
 from megatron_ds.checkpoint.folders.run_lock import RunLock
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
-from megatron_ds.checkpoint.store.claim import claimed_stores
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints, StoredTokenizer
+from megatron_ds.checkpoint.store.claim import RunStores, claimed_stores
 from megatron_ds.config import Config
 from megatron_ds.engine.deepspeed.patches import require_precision
 from megatron_ds.launch import output
@@ -34,6 +37,7 @@ from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.training.build import RunParts, build_trainer
 from megatron_ds.training.extensions import Extensions
 from megatron_ds.training.loggers.events import EventLog
+from megatron_ds.training.loggers.jsonl_logger import always
 from megatron_ds.training.loggers.selection import owned_tensorboard_folder
 from megatron_ds.training.start.preflight import RunInputs
 from megatron_ds.training.start.startup_report import StartReport
@@ -58,47 +62,107 @@ def train(
         life: Handles signals and the loss of other processes.
         startup: Measures the phases of the start.
     """
-    settings, config = config, config.with_vocab(inputs.tokenizer.vocab_size)
+    settings = config
+    config = config.with_vocab(inputs.tokenizer.vocab_size)
     require_precision(config.precision)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
-    meeting = functools.partial(life.rendezvous, timeout)
-    with life.limited_start(timeout):
-        context = distributed.init_distributed(config.runtime, meeting, life.roll_call)
-        _watch_ranks(life, config, context, inputs.plan.folders.local_save)
+    context = _init_distributed(config, inputs, life, timeout)
     startup.mark("process group")
-    ranks, folders, events = CollectiveIO(), inputs.plan.folders, EventLog(output.print_on_rank)
-    with (
-        output.recording(events.warning),
-        claimed_folders(folders, ranks, output.print_on_rank) as lock,
-        claimed_stores(folders, ranks, output.print_on_rank) as stores,
-        owned_tensorboard_folder(config.logging, ranks),
-    ):
+    ranks = CollectiveIO()
+    folders = inputs.plan.folders
+    events = EventLog(output.print_on_rank)
+    with output.recording(events.warning), _claimed(config, folders, ranks) as (lock, stores):
         owned = stores.lock or lock
         _watch_lock(life, owned)
         ownership = stores.ownership or folder_ownership(lock, folders, ranks)
-        events.may_write = lambda: ownership is None or ownership.may_write()
-        is_first, saves = context.rank == 0, folders.save is not None
-        files = read_files(config.tokenizer) if is_first and saves else {}
-        tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
+        events.may_write = always if ownership is None else ownership.may_write
+        tokenizer = _stored_tokenizer(config, inputs, context.rank)
         local = LocalCheckpoints.open(config.checkpoint, ranks, output.warn_on_rank)
         mesh = Mesh.build(**config.axis_sizes, timeout=timeout)
-        is_written = is_first and config.evaluation.eval_only is None
-        report = StartReport(config, context, mesh, folders.local_save if is_written else None)
-        report.print_arguments()
-        report.warn_of_hosts()
-        checkpoints = CheckpointManager(
-            *(config, mesh, output.print_on_rank, ranks, owned, folders, tokenizer, stores, local),
-            on_saved=functools.partial(events.record, "checkpoint"),
+        report = _start_report(config, context, mesh, folders.local_save)
+        checkpoints = _checkpoint_manager(
+            config, mesh, ranks, owned, folders, tokenizer, stores, local, events
         )
-        facts = config, inputs, extensions, context, mesh, life, startup, events, report
-        trainer = build_trainer(RunParts(*facts, checkpoints, events.may_write))
+        parts = RunParts(
+            config,
+            inputs,
+            extensions,
+            context,
+            mesh,
+            life,
+            startup,
+            events,
+            report,
+            checkpoints,
+            events.may_write,
+        )
+        trainer = build_trainer(parts)
         report.write_settings(settings)
-        life.on_training_started(saves=saves)
+        life.on_training_started(saves=folders.save is not None)
         code = _run(trainer, events)
         dist.barrier()  # the folder is free once no rank writes to it
         life.on_finished()
     distributed.destroy_process_group()
     return code
+
+
+def _init_distributed(
+    config: Config, inputs: RunInputs, life: ProcessLifecycle, timeout: timedelta
+) -> distributed.ProcessContext:
+    """Meets the ranks of the run, and watches them from now on."""
+    meeting = functools.partial(life.rendezvous, timeout)
+    with life.limited_start(timeout):
+        context = distributed.init_distributed(config.runtime, meeting, life.roll_call)
+        _watch_ranks(life, config, context, inputs.plan.folders.local_save)
+    return context
+
+
+@contextmanager
+def _claimed(
+    config: Config, folders: RunFolders, ranks: CollectiveIO
+) -> Iterator[tuple[RunLock | None, RunStores]]:
+    """Owns the folders and stores of a run. Collective."""
+    with (
+        claimed_folders(folders, ranks, output.print_on_rank) as lock,
+        claimed_stores(folders, ranks, output.print_on_rank) as stores,
+        owned_tensorboard_folder(config.logging, ranks),
+    ):
+        yield lock, stores
+
+
+def _stored_tokenizer(config: Config, inputs: RunInputs, rank: int) -> StoredTokenizer:
+    """The tokenizer in checkpoints, with its files on the rank that saves them."""
+    is_saved = rank == 0 and inputs.plan.folders.save is not None
+    files = read_files(config.tokenizer) if is_saved else {}
+    return StoredTokenizer(inputs.tokenizer.fingerprint, files)
+
+
+def _start_report(
+    config: Config, context: distributed.ProcessContext, mesh: Mesh, local_save: Path | None
+) -> StartReport:
+    """Prints the settings, and warns of hosts that differ."""
+    is_written = context.rank == 0 and config.evaluation.eval_only is None
+    report = StartReport(config, context, mesh, local_save if is_written else None)
+    report.print_arguments()
+    report.warn_of_hosts()
+    return report
+
+
+def _checkpoint_manager(
+    config: Config,
+    mesh: Mesh,
+    ranks: CollectiveIO,
+    lock: RunLock | None,
+    folders: RunFolders,
+    tokenizer: StoredTokenizer,
+    stores: RunStores,
+    local: LocalCheckpoints | None,
+    events: EventLog,
+) -> CheckpointManager:
+    run = RunCheckpoints(
+        config, mesh, output.print_on_rank, ranks, folders, tokenizer, stores, local
+    )
+    return CheckpointManager(run, lock, functools.partial(events.record, "checkpoint"))
 
 
 def _watch_lock(life: ProcessLifecycle, lock: RunLock | None) -> None:
@@ -124,7 +188,7 @@ def _run(trainer: Trainer, events: EventLog) -> ExitCode:
     try:
         code = trainer.run()
     except BaseException as error:
-        trainer.checkpoints.abandon()  # before the folder is free
+        trainer.checkpoints.saving.abandon()  # before the folder is free
         events.record("end", iteration=trainer.state.iteration, error=output.error_message(error))
         raise
     events.record("end", iteration=trainer.state.iteration, status=int(code))

@@ -17,7 +17,7 @@ SPLITS = ("validation", "test")
 
 @dataclass(frozen=True)
 class Record:
-    """What happened after an iteration of a run."""
+    """Base of the records of a run, with the iteration after which they are made."""
 
     iteration: int
     consumed_samples: int
@@ -31,7 +31,8 @@ class StepRecord(Record):
     lm_loss: float
     """Mean over the global batch, in nats per token."""
     grad_norm: float | None
-    """Before clipping; not finite for a skipped step other than a spike, None if unknown."""
+    """Gradient norm before clipping; not finite for a skipped step other than a spike, None if
+    unknown."""
     learning_rate: float
     """Learning rate used in this step."""
     weight_decay: float
@@ -73,7 +74,7 @@ class IntervalRecord:
     lm_loss: float | None
     """Mean over the steps that were not skipped; None if all were skipped."""
     params_norm: float | None
-    """After the last step; None without --log-params-norm."""
+    """Norm of the parameters after the last step; None without --log-params-norm."""
     skipped: int
     nan: int
     seconds_per_iteration: float
@@ -85,7 +86,7 @@ class IntervalRecord:
     tokens_per_second: float | None = None
     """Sum over all devices."""
     seconds_left: float | None = None
-    """Until the run ends; None if the speed is unknown."""
+    """Estimated seconds until the run ends; None if the speed is unknown."""
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Milliseconds of parts of the last step on the ranks that have them, by name."""
     extras: Mapping[str, float] = field(default_factory=dict)
@@ -103,8 +104,13 @@ class EvalRecord(Record):
     loss: float
     group: str = ""
     """Name of the dataset, if the user gave one."""
-    bits_per_byte: float | None = None
-    """Of the text of the counted tokens; None if their bytes are unknown."""
+    extras: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics by name, which every logger writes, such as `bits_per_byte`."""
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of the text of the counted tokens; None if their bytes are unknown."""
+        return self.extras.get("bits_per_byte")
 
     @property
     def ppl(self) -> float:
@@ -119,16 +125,19 @@ class TaskRecord(Record):
 
     task: str
     metrics: Mapping[str, float]
-    """By name, such as "acc"; with a filter as "exact_match,strict-match"."""
+    """Values by name of the metric, such as "acc", or "exact_match,strict-match" with a filter."""
 
 
 def metrics_of_evaluation(record: EvalRecord) -> dict[str, float]:
     """All metrics of an evaluation by name, which ends with `/` and the name of the dataset."""
     suffix = f"/{record.group}" if record.group else ""
-    values = {"loss": record.loss, "ppl": record.ppl}
-    if record.bits_per_byte is not None:
-        values["bits_per_byte"] = record.bits_per_byte
+    values = {"loss": record.loss, "ppl": record.ppl, **record.extras}
     return {f"{record.split}_{name}{suffix}": value for name, value in values.items()}
+
+
+def metric_title(name: str) -> str:
+    """The words by which a metric is printed."""
+    return name.replace("_", " ")
 
 
 def metrics_of_task(record: TaskRecord) -> dict[str, float]:
@@ -169,4 +178,4 @@ class RowLogger(Logger):
         self.write_row({"iteration": record.iteration, **metrics_of_task(record)})
 
     def write_row(self, values: Mapping[str, Any]) -> None:
-        """Writes the iteration and metrics of it, of which those of a step have `lm_loss`."""
+        """Writes one iteration's metrics; those of a training step include `lm_loss`."""

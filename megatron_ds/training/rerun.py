@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_ds.config import Config
-from megatron_ds.config.monitoring.rerun import CORRECT, DISABLED, REPORT_STATS, TRANSIENT
+from megatron_ds.config.options.logging import CORRECT, DISABLED, REPORT_STATS, TRANSIENT
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.zero import ZeroEngine
@@ -33,9 +33,10 @@ from megatron_ds.training.skipped_steps import SkippedSteps
 
 SKIPPED = SpikeLimits(-math.inf, -math.inf, 1)
 """Limits that every step exceeds."""
-EXCHANGED, ACCEPTED = 2, 3
-"""The attempt in which each data-parallel rank computes the part of the next one; the one without
-the limits that the step has exceeded."""
+EXCHANGED = 2
+"""The attempt in which each data-parallel rank computes the part of the next one."""
+ACCEPTED = 3
+"""The attempt without the limits that the step has exceeded."""
 TOLERANCE = 1e-3
 """Relative difference of equal results, since kernels may add in another order. Gradients are
 compared relative to the norm of all: some consist of rounding errors alone."""
@@ -52,7 +53,7 @@ class Attempt(NamedTuple):
     norms: list[tuple[str, Tensor]]
 
     def values(self) -> Values:
-        """What is compared, in the order in which it was computed. Waits for the device."""
+        """Values that attempts compare, in the order of computation. Waits for the device."""
         named = [(f"the loss of micro-batch {n}", loss) for n, loss in enumerate(self.losses, 1)]
         values: dict[str, float] = {}
         for name, value in named + [(GRADIENT + name, norm) for name, norm in self.norms]:
@@ -72,17 +73,17 @@ class Difference(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a rank knows about a bad step."""
+    """Observations of one rank about a bad step."""
 
     host: str
     changed: Difference | None
-    """Between two attempts of the rank."""
+    """Difference between two attempts of the rank; None if they agree."""
     moved: Difference | None
-    """Between the ranks that have computed its part."""
+    """Difference between the ranks that have computed its micro-batches; None if they agree."""
     suspect: int
     """The rank with the worse value of these."""
     worst: tuple[float, str]
-    """How bad its worst value is, and a description."""
+    """`badness` of its worst value, and a description of the value."""
     weight: str | None
     """Its first parameter that is not finite."""
 
@@ -112,8 +113,8 @@ class Rerun:
     engine: ZeroEngine
     skips: SkippedSteps
     batches_of: Callable[[int, int], DeviceBatches]
-    """Opens the micro-batches after so many samples, of the data-parallel rank that follows this
-    one by so many ranks."""
+    """Opens the micro-batches after a number of samples, for the data-parallel rank at an offset
+    from this one."""
     finish_saves: Callable[[], str]
     """Completes saves before the run ends, and says from where to resume."""
     patient: Callable[[], AbstractContextManager[None]]
@@ -134,7 +135,8 @@ class Rerun:
         Raises:
             RunAborted: If a device or the weights are at fault.
         """
-        mode, self.was_repeated = self.config.rerun.mode, False
+        mode = self.config.rerun.mode
+        self.was_repeated = False
         if mode == DISABLED:
             with self.skips.record_gradients():
                 return self._take(batches, plan)
@@ -169,8 +171,10 @@ class Rerun:
         return self.engine.train_step(batches, plan, partial(self._compare_weights, plan.iteration))
 
     def _attempt(self, count: int, batches: Iterator[DeviceBatch], plan: StepPlan) -> Attempt:
-        options, world = self.config.rerun, self.mesh.world_size
-        rate, error = options.error_injection_rate, options.error_injection_type
+        options = self.config.rerun
+        world = self.mesh.world_size
+        rate = options.error_injection_rate
+        error = options.error_injection_type
         shift = 1 if error == CORRECT and count == EXCHANGED else 0
         rank = self.mesh.dp.ranks[(self.mesh.dp.rank + shift) % self.mesh.dp.size]
         is_due = rate and plan.iteration % rate == 0 and not (error == TRANSIENT and count)
@@ -192,14 +196,17 @@ class Rerun:
 
     def _search(self, plan: StepPlan, consumed: int, first: Attempt, second: Attempt) -> Attempt:
         """Searches the cause of a bad step. Returns the last attempt."""
-        last, mine, theirs, dp = second, second.values(), None, self.mesh.dp
+        last = second
+        mine = second.values()
+        theirs = None
+        dp = self.mesh.dp
         repeated = "on the same ranks" if self._is_bad(second.result) else ""
         if repeated and dp.size > 1 and self.mesh.ep.size == 1:  # experts compute for all ranks
             repeated = "on the same and on exchanged ranks"
             last = self._repeat(EXCHANGED, plan, consumed)
             # The rank before this one has computed its part.
-            of_ranks = gather_objects([*last.values().values()], dp)
-            theirs = dict(zip(mine, of_ranks[dp.rank - 1], strict=True))
+            rank_values = gather_objects([*last.values().values()], dp)
+            theirs = dict(zip(mine, rank_values[dp.rank - 1], strict=True))
         moved = next(differences(mine, theirs or mine, TOLERANCE), None)
         is_mine = moved is None or badness(mine[moved.name]) == badness(moved.bad)
         name = max(mine, key=lambda name: badness(mine[name]))
@@ -233,9 +240,10 @@ class Rerun:
 
         Args:
             iteration: Number of the step.
-            result: Of the first attempt.
-            findings: Of all ranks.
-            repeated: On which ranks the step was repeated and as bad; "" if it was not.
+            result: Result of the first attempt.
+            findings: Findings of all ranks.
+            repeated: Ranks on which a repetition of the step was bad as well, as text; "" if it was
+                good.
         """
         broken = {rank: item.weight for rank, item in enumerate(findings) if item.weight}
         moved = {item.suspect: item.moved for item in findings if item.moved}
@@ -246,12 +254,11 @@ class Rerun:
         what = f"on {where} {next(iter(named.values()))}" if named else "only a sum differs"
         if broken or moved:
             values |= {"what": what, "resume": self.finish_saves()}
-            problem, status = (
-                Problem("weights-not-finite-in-step", **values),
-                ExitCode.SKIPPED_STEPS,
-            )
+            problem = Problem("weights-not-finite-in-step", **values)
+            status = ExitCode.SKIPPED_STEPS
             if not broken:
-                problem, status = Problem("rank-at-fault", **values), ExitCode.FAULTY_RANK
+                problem = Problem("rank-at-fault", **values)
+                status = ExitCode.FAULTY_RANK
             raise RunAborted(problem.render(), status)
         if changed or not repeated:
             output.warn_on_rank(Problem("step-not-reproduced", what=what, **values))
@@ -273,7 +280,8 @@ class Rerun:
             what = f"differ by at most {size:.3g} ({name})" if name else "are equal"
             steps = counted(self._repeated, "step")
             output.print_on_rank(f"  losses and gradients of {steps} taken twice {what}")
-            self._repeated, self._largest = 0, {}
+            self._repeated = 0
+            self._largest = {}
 
 
 def _on_hosts(ranks: Mapping[int, str]) -> str:

@@ -34,7 +34,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
     Every process of the run calls it, once, as its last work.
 
     Args:
-        extensions: What the run has in addition to, or instead of, the package's own parts.
+        extensions: Parts of the run in addition to, or instead of, the package's own.
         argv: Flags of pretrain_gpt.py. None: the command line's.
 
     Raises:
@@ -65,6 +65,11 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
+def main(argv: Sequence[str]) -> None:
+    """pretrain_gpt.py: a run without parts of another program."""
+    pretrain(Extensions(), argv)
+
+
 def _read_settings(
     words: Sequence[str], extensions: Extensions, roll_call: RollCall
 ) -> tuple[Config, RunInputs | None]:
@@ -73,7 +78,8 @@ def _read_settings(
     Args:
         words: The flags.
         extensions: Parts of the program.
-        roll_call: Of this process, which describes the settings there if it finds problems.
+        roll_call: Roll call of this process, which describes the settings there if it finds
+            problems.
     """
     plans: list[LoadPlan] = []
     opened: list[RunInputs | None] = []
@@ -123,14 +129,14 @@ def complete_settings(
         The configuration, what it loads, and why either is impossible.
     """
     config, plan, problems = make_plan(config, world_size, warn)
-    config, of_file = merge_file(config, world_size, warn)
+    config, file_problems = merge_file(config, world_size, warn)
     if config.data.train_data_exact_num_epochs is not None:
         from megatron_ds.training.start.data_length import with_exact_epochs
 
-        config, of_length = with_exact_epochs(config)
-        problems += of_length
-    config, of_schedule = continue_schedule(config, plan, world_size, warn)
-    return config, plan, [*problems, *of_file, *of_schedule]
+        config, length_problems = with_exact_epochs(config)
+        problems += length_problems
+    config, schedule_problems = continue_schedule(config, plan, world_size, warn)
+    return config, plan, [*problems, *file_problems, *schedule_problems]
 
 
 def _describe(

@@ -34,8 +34,11 @@ class SkippedSteps:
     """
 
     def __init__(self, config: PrecisionConfig, engine: ZeroEngine) -> None:
-        self._config, self._engine = config, engine
-        self._count = self._steps = self._skipped = 0
+        self._config = config
+        self._engine = engine
+        self._count = 0
+        self._steps = 0
+        self._skipped = 0
         self._norms: list[tuple[str, torch.Tensor]] = []
 
     @property
@@ -121,7 +124,7 @@ class SkippedSteps:
             plan: Plan of the last step.
             result: Result of the last step.
             state: State after it.
-            resume: From where to resume.
+            resume: Place from which to resume.
         """
         count = "1 step" if self._count == 1 else f"{self._count} consecutive steps"
         known = {"iteration": plan.iteration, "steps": count, "resume": resume}

@@ -22,8 +22,8 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
-from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
+from megatron_ds.data.token_dataset import TokenDataset
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.evaluation.in_training import Stopped, TaskEvaluation
@@ -31,7 +31,7 @@ from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.launch.watch.hang_watch import HangWatch
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.run_stages import RunStages
+from megatron_ds.run_phases import RunPhases
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.extensions import Callback
@@ -40,15 +40,16 @@ from megatron_ds.training.profile.profiling import Profiling
 from megatron_ds.training.rerun import Rerun
 from megatron_ds.training.saving import Saver
 from megatron_ds.training.skipped_steps import SkippedSteps, nonfinite_weight
-from megatron_ds.training.start.startup_report import FirstStepsReport, log_timestamp, report_stage
+from megatron_ds.training.start.startup_report import FirstStepsReport, log_timestamp, report_phase
 
 
-class MeanLoss(NamedTuple):
+class EvalResult(NamedTuple):
     """Result of an evaluation."""
 
     loss: float
-    """In nats per token."""
-    bits_per_byte: float | None
+    """Mean loss in nats per token."""
+    extras: dict[str, float]
+    """Further metrics by name."""
 
 
 MICRO_BATCHES_PER_CALL = 4
@@ -68,11 +69,9 @@ class Trainer:
     exits: ExitConditions
     state: TrainState
     total_iterations: int
-    eod: int | None
-    """Id of the end-of-document token if it is masked in the loss."""
     report: FirstStepsReport
     later_data: Sequence[Datasets] = ()
-    """Of the stages after the current one."""
+    """Datasets of the phases after the current one."""
     profiling: Profiling | None = None
     callbacks: Sequence[Callback] = ()
     tasks: TaskEvaluation | None = None
@@ -83,16 +82,20 @@ class Trainer:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        self.saver = Saver(self.config.checkpoint, self.checkpoints, self.engine)
+        self.saver = Saver(self.config.checkpoint, self.checkpoints.saving, self.engine)
         self.skips = SkippedSteps(self.config.precision, self.engine)
-        self.stages = RunStages(self.config, self.mesh.dp.size)
+        self.phases = RunPhases(self.config, self.mesh.dp.size)
         self.rerun = Rerun(
-            *(self.config, self.mesh, self.engine, self.skips),
+            self.config,
+            self.mesh,
+            self.engine,
+            self.skips,
             lambda consumed, shift: self._batches(self.data.train, consumed, 0, shift),
-            *(self._finish_saves, self.watch.patient),
+            self._finish_saves,
+            self.watch.patient,
         )
         self.first_iteration = self.state.iteration + 1
-        self._validation: tuple[int, dict[str, MeanLoss]] = -1, {}
+        self._validation: tuple[int, dict[str, EvalResult]] = -1, {}
         self._tasks_iteration = -1
 
     def run(self) -> ExitCode:
@@ -108,8 +111,7 @@ class Trainer:
     def _run(self) -> ExitCode:
         stop = self.exits.external_stop(self.state.iteration)
         if self.state.iteration >= self.total_iterations and self.config.evaluation.trains:
-            iteration, last = self.state.iteration, self.total_iterations
-            output.warn_on_rank(Problem("run-complete", iteration=iteration, last=last))
+            _warn_of_complete_run(self.state.iteration, self.total_iterations)
         for callback in self.callbacks:
             callback.on_start(self.config, self.state, self.engine.module)
         log_timestamp(self.config, "before the start of training step")
@@ -136,7 +138,7 @@ class Trainer:
         """Trains until the last iteration, or until there is a reason to stop, which it returns."""
         batches = self._train_batches()
         while self.state.iteration < self.total_iterations and stop is None:
-            entered = self.stages.entered(self.state)
+            entered = self.phases.entered(self.state)
             if entered.stage != self.state.stage:
                 batches.close()
                 self._enter(entered)
@@ -157,9 +159,9 @@ class Trainer:
                 stop = self._evaluate_tasks() or stop
             if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
                 self.metrics.write_pending()
-                self._require_finite_weights()
+                _require_finite_weights(self.engine, self.state, self._finish_saves)
                 with self.watch.patient():
-                    self.checkpoints.save_local(self.engine, self.state, self._blend_history)
+                    self.saver.save_local(self.state, self._blend_history)
             if self.saver.is_due(self.state.iteration) or self._is_last(stop):
                 with self.watch.patient():
                     self._save(final=self._is_last(stop))
@@ -174,18 +176,19 @@ class Trainer:
     def _enter(self, state: TrainState) -> None:
         """Continues with the next stage: its data, schedules, sequences and positions."""
         self.metrics.flush()
-        self.state, (self.data, *self.later_data) = state, self.later_data
-        self.engine.enter_stage(self.stages.at(state).model)
-        report_stage(self.report.events, self.stages, state)
+        self.state = state
+        self.data, *self.later_data = self.later_data
+        self.engine.enter_phase(self.phases.at(state).model)
+        report_phase(self.report.events, self.phases, state)
 
     def _train_batches(self) -> DeviceBatches:
         """The batches of the steps of the stage."""
-        consumed, workers = self.state.consumed_samples, self.config.data.num_workers
-        return self._batches(self.data.train, consumed, workers)
+        workers = self.config.data.num_workers
+        return self._batches(self.data.train, self.state.consumed_samples, workers)
 
     def _step(self, batches: DeviceBatches) -> None:
         before = self.state
-        plan = self.stages.plan(before)
+        plan = self.phases.plan(before)
         graphs = _graph_count()
         if self.profiling is not None:
             self.profiling.before_step(plan.iteration)
@@ -211,7 +214,7 @@ class Trainer:
 
     def _skip(self, batches: DeviceBatches) -> None:
         """Skips an iteration of --skip-train-iteration-range: reads its samples."""
-        plan = self.stages.plan(self.state)
+        plan = self.phases.plan(self.state)
         skipped = schedules.skipped_range(self.config, plan.iteration)
         assert skipped is not None
         for _ in range(plan.num_micro_batches):
@@ -231,13 +234,11 @@ class Trainer:
         batches = MicroBatchIterator(
             dataset,
             consumed=consumed,
-            micro_batch_size=self.stages.at(self.state).schedule.micro_batch_size,
+            micro_batch_size=self.phases.at(self.state).schedule.micro_batch_size,
             dp_rank=(self.mesh.dp.rank + shift) % self.mesh.dp.size,
             dp_size=self.mesh.dp.size,
             num_workers=num_workers,
-            eod=self.eod,
-            has_masks=self.data.has_masks,
-            reads=self.mesh.sp_tp.rank == 0,
+            reads=self.mesh.same_batch.rank == 0,
         )
         return self.engine.device_batches(batches)
 
@@ -252,7 +253,7 @@ class Trainer:
         """
         datasets = self.data.valid if split == "validation" else self.data.test
         iteration, known = self._validation
-        results: dict[str, MeanLoss] = {}
+        results: dict[str, EvalResult] = {}
         if split == "validation" and iteration == self.state.iteration:
             results.update(known)
         for name, dataset in datasets.items():
@@ -260,7 +261,7 @@ class Trainer:
             if isinstance(result, StopDecision):
                 return result
             results[name] = result
-            self.metrics.log_eval(self.state, split, label, result.loss, name, result.bits_per_byte)
+            self.metrics.log_eval(self.state, split, label, result.loss, name, result.extras)
         if split == "validation":
             self._validation = self.state.iteration, results
         for callback in self.callbacks:
@@ -292,13 +293,14 @@ class Trainer:
         for name, metrics, is_perplexity in results:
             if is_perplexity:
                 label = f"iteration {self.state.iteration}"
-                bits, loss = metrics.get("bits_per_byte"), metrics["loss"]
-                self.metrics.log_eval(self.state, "validation", label, loss, name, bits)
+                loss = metrics["loss"]
+                extras = {key: value for key, value in metrics.items() if key == "bits_per_byte"}
+                self.metrics.log_eval(self.state, "validation", label, loss, name, extras)
             else:
                 self.metrics.log_task(self.state, name, metrics)
         return None
 
-    def _mean_loss(self, dataset: TokenDataset) -> MeanLoss | StopDecision:
+    def _mean_loss(self, dataset: TokenDataset) -> EvalResult | StopDecision:
         """Computes the loss over the first --eval-iters batches of a dataset. Collective.
 
         Every evaluation of a run reads the same samples, so losses are comparable and a resumed run
@@ -307,10 +309,12 @@ class Trainer:
         Returns:
             The loss, or the decision to stop that interrupted the evaluation.
         """
-        config, dp_size = self.stages.at(self.state), self.mesh.dp.size
+        config = self.phases.at(self.state)
+        dp_size = self.mesh.dp.size
         samples = config.evaluation.eval_iters * config.final_global_batch_size(dp_size)
         count = samples // (config.schedule.micro_batch_size * dp_size)
-        parts, num_bytes = [], list[Tensor]()
+        parts = []
+        num_bytes = list[Tensor]()
         with closing(self._batches(dataset)) as batches:
             inputs = _with_bytes(batches, self.token_bytes, num_bytes)
             for done in range(0, count, MICRO_BATCHES_PER_CALL):
@@ -336,16 +340,9 @@ class Trainer:
         self.metrics.write_pending()
         for callback in self.callbacks:
             callback.before_save(self.state)
-        self._require_finite_weights()
+        _require_finite_weights(self.engine, self.state, self._finish_saves)
         after_skip = self.skips.last_was_skipped
         self.saver.save(self.state, self._blend_history, final=final, after_skip=after_skip)
-
-    def _require_finite_weights(self) -> None:
-        """Ends the run before it saves weights that it cannot continue with."""
-        if not self.engine.has_finite_weights():
-            values = {"weight": nonfinite_weight(self.engine), "resume": self._finish_saves()}
-            problem = Problem("training-diverged", iteration=self.state.iteration, **values)
-            raise RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
 
     def _finish_saves(self) -> str:
         """Completes a save in the background; says from where to resume after an error."""
@@ -358,11 +355,25 @@ class Trainer:
         return self.data.progress.history_after(self.state.consumed_samples)
 
 
-def _mean_of(sums: Sequence[float]) -> MeanLoss:
-    """The loss of the sums of losses, of weights, of nats and of bytes."""
+def _warn_of_complete_run(iteration: int, last: int) -> None:
+    output.warn_on_rank(Problem("run-complete", iteration=iteration, last=last))
+
+
+def _require_finite_weights(
+    engine: ZeroEngine, state: TrainState, finish_saves: Callable[[], str]
+) -> None:
+    """Ends the run before it saves weights that it cannot continue with."""
+    if not engine.has_finite_weights():
+        values = {"weight": nonfinite_weight(engine), "resume": finish_saves()}
+        problem = Problem("training-diverged", iteration=state.iteration, **values)
+        raise RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
+
+
+def _mean_of(sums: Sequence[float]) -> EvalResult:
+    """Mean loss from the sums of losses, weights, nats and bytes."""
     total, weight, nats, text = sums
-    bits_per_byte = nats / text / math.log(2) if text else None
-    return MeanLoss(total / weight if weight else 0.0, bits_per_byte)
+    extras = {"bits_per_byte": nats / text / math.log(2)} if text else {}
+    return EvalResult(total / weight if weight else 0.0, extras)
 
 
 def _with_bytes(

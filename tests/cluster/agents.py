@@ -40,7 +40,8 @@ class Agents:
         shares_store: bool = False,
         variables: Mapping[str, str] = VARIABLES,
     ) -> None:
-        self._cluster, self._command = cluster, command
+        self._cluster = cluster
+        self._command = command
         self._variables = {**VARIABLES, **variables, SHARES: "0" if shares_store else "1"}
         self._flags = to_flags(settings)
         self._started: list[tuple[Popen[bytes], Path]] = []

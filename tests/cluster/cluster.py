@@ -63,7 +63,9 @@ class Node:
     """A node, by the pid of its first process."""
 
     def __init__(self, name: str, pid: int, cluster: Cluster) -> None:
-        self.name, self.pid, self._cluster = name, pid, cluster
+        self.name = name
+        self.pid = pid
+        self._cluster = cluster
         self.accept_processes()
 
     def start(
@@ -138,7 +140,8 @@ class Cluster:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.shared = folder, folder / "shared"
+        self.folder = folder
+        self.shared = folder / "shared"
         self.scratch = folder / "scratch"
         """A folder that has this path, and other contents, on each node."""
         self.shared.mkdir()

@@ -16,7 +16,9 @@ import sys
 import time
 from collections import deque
 
-TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+TUNSETIFF = 0x400454CA
+IFF_TAP = 0x0002
+IFF_NO_PI = 0x1000
 LONGEST_FRAME = 65536
 
 
@@ -40,7 +42,8 @@ def forward(ends: list[int], delay: float, loss: float) -> None:
         delay: Seconds for which a frame is on its way.
         loss: Probability that a frame is lost.
     """
-    draw, on_their_way = random.Random(0), deque[tuple[float, int, bytes]]()
+    draw = random.Random(0)
+    on_their_way = deque[tuple[float, int, bytes]]()
     while True:
         wait = on_their_way[0][0] - time.monotonic() if on_their_way else None
         ready, _, _ = select.select([0, *ends], [], [], None if wait is None else max(0.0, wait))
@@ -48,7 +51,8 @@ def forward(ends: list[int], delay: float, loss: float) -> None:
             return
         now = time.monotonic()
         for end in ready:
-            frame, other = os.read(end, LONGEST_FRAME), ends[1 - ends.index(end)]
+            frame = os.read(end, LONGEST_FRAME)
+            other = ends[1 - ends.index(end)]
             if draw.random() >= loss:
                 on_their_way.append((now + delay, other, frame))
         while on_their_way and on_their_way[0][0] <= now:

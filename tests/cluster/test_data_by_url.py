@@ -33,7 +33,8 @@ def store(cluster: Cluster, corpus: Path) -> Iterator[Mapping[str, str]]:
     """A server on the first node; the variables by which clients find it."""
     program = SERVER.format(repository=str(REPOSITORY), folder=str(corpus.parent))
     server = cluster.nodes[0].start([sys.executable, "-c", program], cluster.new_log())
-    variables, end = cluster.shared / "variables", time.monotonic() + DEADLINE
+    variables = cluster.shared / "variables"
+    end = time.monotonic() + DEADLINE
     while not variables.exists():
         assert server.poll() is None
         assert time.monotonic() < end

@@ -56,7 +56,8 @@ def test_a_run_survives_a_killed_rank_with_other_rendezvous(
     request: pytest.FixtureRequest,
 ) -> None:
     name = request.node.callspec.id
-    save, stop = cluster.shared / name, cluster.shared / f"stop {name}"
+    save = cluster.shared / name
+    stop = cluster.shared / f"stop {name}"
     settings = {**base, "global_batch_size": 8, "train_iters": ENDLESS, "kill_switch_path": stop}
     settings |= {"save": save, "load": save, "save_interval": 3}
     agents = Agents(cluster, command, settings, shares_store=shares_store)
@@ -89,13 +90,16 @@ def test_a_run_survives_a_killed_rank_and_a_lost_node_and_takes_it_in_again(
     `--local-save-interval` iterations before, and takes the node in again; the losses equal an
     uninterrupted run, bit for bit until the loss of the node and to 1e-5 afterwards
     """
-    (first, second), save, stop = cluster.nodes, cluster.shared / "run", cluster.shared / "stop"
+    first, second = cluster.nodes
+    save = cluster.shared / "run"
+    stop = cluster.shared / "stop"
     settings = {**base, "global_batch_size": 8, "train_iters": ENDLESS, "host_timeout": 10}
     settings |= {"save": save, "load": save, "kill_switch_path": stop}
     settings |= {"local_checkpoint_dir": cluster.scratch / "local"}
     settings |= {"local_save_interval": LOCAL_SAVE_INTERVAL}
     agents = Agents(cluster, documented_command(ranks=1, restarts=2), settings)
-    output, other_output = agents.start(first), agents.start(second)
+    output = agents.start(first)
+    other_output = agents.start(second)
     agents.wait_for_iterations(output, "2 processes", LOCAL_SAVE_INTERVAL + 1)
     last_rank_of(second).kill()
     agents.wait_for(lambda: output().count(BANNER) == 2)
@@ -103,7 +107,8 @@ def test_a_run_survives_a_killed_rank_and_a_lost_node_and_takes_it_in_again(
 
     first.kill()
     shutil.rmtree(cluster.folder / first.name / "local")
-    killed_at, trained = time.monotonic(), len(steps(save))
+    killed_at = time.monotonic()
+    trained = len(steps(save))
     agents.wait_for_iterations(other_output, "1 process", 1)
     print(f"the other node has continued after {time.monotonic() - killed_at:.1f} s")
     restored = int(other_output().rpartition("successfully loaded checkpoint")[2].split()[4])

@@ -77,8 +77,10 @@ def test_all_differences_of_the_nodes_are_one_message(
     Claim (checkpoints): `--save` and `--load` folders that the hosts do not share are rejected, and
     left as they were; one that shows files late is not
     """
-    node, scratch = cluster.nodes[1], cluster.scratch
-    data, package = f"{settings['data_path']}.bin", scratch / "faults" / "numpy-1.0.dist-info"
+    node = cluster.nodes[1]
+    scratch = cluster.scratch
+    data = f"{settings['data_path']}.bin"
+    package = scratch / "faults" / "numpy-1.0.dist-info"
     changes = f"""
         mkdir {package}; echo 'Version: 1.0' > {package}/METADATA
         (cat {CHANGED}; echo) > {scratch}/changed.py; mount --bind {scratch}/changed.py {CHANGED}
@@ -90,9 +92,14 @@ def test_all_differences_of_the_nodes_are_one_message(
     found = message(start(cluster, own, faulty))
     node.run("sh", "-ec", f"umount {CHANGED}; mv {data}.right {data}").succeed()
     assert sorted(printed_codes(found)) == [
-        *("clocks-differ-between-hosts", "data-differs-between-hosts", "folder-not-shared"),
-        *("hosts-differ", "more-processes-than-devices", "settings-differ-between-ranks"),
-        *("software-differs-between-hosts", "source-differs-between-hosts"),
+        "clocks-differ-between-hosts",
+        "data-differs-between-hosts",
+        "folder-not-shared",
+        "hosts-differ",
+        "more-processes-than-devices",
+        "settings-differ-between-ranks",
+        "software-differs-between-hosts",
+        "source-differs-between-hosts",
     ]
     for part in (
         "--weight-decay is 0.0 on node1 and 0.1 on node2",
@@ -114,11 +121,12 @@ def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
     Claim (command-line): a data file that one of two nodes lacks, and a flag that is wrong on both,
     are one message
     """
-    node, prefix = cluster.nodes[1], settings["data_path"]
+    node = cluster.nodes[1]
+    prefix = settings["data_path"]
     node.run("mv", f"{prefix}.bin", f"{prefix}.away").succeed()
     found = message(start(cluster, {**settings, "seed": -1}))
     node.run("mv", f"{prefix}.away", f"{prefix}.bin").succeed()
-    assert sorted(printed_codes(found)) == [*("data-file-missing", "hosts-differ", "out-of-range")]
+    assert sorted(printed_codes(found)) == ["data-file-missing", "hosts-differ", "out-of-range"]
     assert re.search(rf"on node2: .*{prefix}.bin", found)
     assert re.search(r"- --seed", found)
 
@@ -131,7 +139,8 @@ def test_rank_that_is_stopped_ends_the_run_with_a_report_that_names_its_node(
     Claim (command-line): a rank that is stopped (SIGSTOP) on one of two nodes ends the run; the
     report names its node, and that of `--log-straggler` ranks and nodes
     """
-    logs, stopped = cluster.shared / "logs", {"FAULT": "iteration:3:stop", "FAULT_RANK": "3"}
+    logs = cluster.shared / "logs"
+    stopped = {"FAULT": "iteration:3:stop", "FAULT_RANK": "3"}
     own = {**settings, "train_iters": ENDLESS, "hang_timeout": 5, "log_dir": logs}
     own |= {"log_straggler": True, "global_batch_size": 8}
     done = cluster.run_on_all(*TORCHRUN.split(), FAULTS, *to_flags(own), environment=stopped)
@@ -145,7 +154,9 @@ def test_rank_that_is_stopped_ends_the_run_with_a_report_that_names_its_node(
     reports = {path.name: path.read_text() for path in logs.glob("hang-rank*.txt")}
     assert sorted(reports) == [f"hang-rank{rank}.txt" for rank in range(3)]
     assert [re.findall(r"on (node\d)", text)[0] for _, text in sorted(reports.items())] == [
-        *("node1", "node1", "node2")
+        "node1",
+        "node1",
+        "node2",
     ]
 
 
@@ -185,7 +196,8 @@ def test_node_that_does_not_start_ends_the_launch(
     if obstacle := find_obstacle("pdsh"):
         pytest.skip(obstacle)
     (package,) = find_spec("deepspeed").submodule_search_locations or ()
-    node, other = cluster.nodes[broken], cluster.nodes[1 - broken]
+    node = cluster.nodes[broken]
+    other = cluster.nodes[1 - broken]
     if fault == "no deepspeed":
         node.run("mount", "-t", "tmpfs", "tmpfs", package).succeed()
     else:

@@ -46,7 +46,8 @@ def test_a_run_outlives_folders_that_a_node_cannot_write_and_clocks_that_jump(
 ) -> None:
     """Claim (checkpoints): folders that one of two nodes cannot write to, since they are read-only
     or full, and clocks that jump by an hour, cost saves and no step"""
-    save, stop = cluster.shared / f"run-{async_save}", cluster.shared / f"stop-{async_save}"
+    save = cluster.shared / f"run-{async_save}"
+    stop = cluster.shared / f"stop-{async_save}"
     local = cluster.scratch / f"local-{async_save}"
     second = cluster.nodes[1]
     cluster.run_on_all("mkdir", "-p", local)
@@ -62,7 +63,8 @@ def test_a_run_outlives_folders_that_a_node_cannot_write_and_clocks_that_jump(
         return sum(output().count(text) for output in outputs)
 
     def wait_for_more(text: str, by: int = 1) -> None:
-        start, before = time.monotonic(), count(text)
+        start = time.monotonic()
+        before = count(text)
         agents.wait_for(lambda: count(text) >= before + by)
         print(f"{text!r} after {time.monotonic() - start:.1f} s")
 

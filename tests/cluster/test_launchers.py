@@ -43,7 +43,8 @@ ON_FIRST = {
     "deepspeed --num_nodes": ("ulysses", f"{DEEPSPEED} hosts3 --num_nodes 2"),
     "deepspeed --launcher slurm": ("data", f"{DEEPSPEED} hosts --launcher slurm"),
     "deepspeed --launcher openmpi": (
-        *("data", f"{DEEPSPEED} hosts --launcher openmpi --launcher_args '-x MASTER_ADDR=node1'"),
+        "data",
+        f"{DEEPSPEED} hosts --launcher openmpi --launcher_args '-x MASTER_ADDR=node1'",
     ),
     "torch.distributed.run": ("pipeline", f"srun --nodes 2 --ntasks-per-node 1 {BIGSCIENCE}"),
     "srun": ("tensor", f"srun {RANKS} {sys.executable}"),
@@ -55,8 +56,10 @@ ON_FIRST = {
 }
 """Layout and launcher that one command on the first node starts; there is no node3."""
 PROOFS = (
-    *("deepspeed --exclude", "deepspeed --num_nodes"),
-    *("deepspeed --launcher slurm", "deepspeed --launcher openmpi"),
+    "deepspeed --exclude",
+    "deepspeed --num_nodes",
+    "deepspeed --launcher slurm",
+    "deepspeed --launcher openmpi",
 )
 ALLOW_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
 VARIABLES = {"HF_HOME": "/tmp", "NCCL_DEBUG": "WARN", **ALLOW_ROOT}
@@ -74,10 +77,12 @@ AGENT = f"{PROGRAMS}/torchrun --nnodes 2 --nproc-per-node {SLOTS}"
 ON_BOTH = {
     "torchrun": ("tensor", documented("torchrun").replace("--node-rank 0", "--node-rank {node}")),
     "torchrun c10d": (
-        *("data", f"{AGENT} --rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id run"),
+        "data",
+        f"{AGENT} --rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id run",
     ),
     "deepspeed --no_ssh": (
-        *("pipeline", f"{DEEPSPEED} hosts --no_ssh --node_rank {{node}} --master_addr node1"),
+        "pipeline",
+        f"{DEEPSPEED} hosts --no_ssh --node_rank {{node}} --master_addr node1",
     ),
 }
 """Layout and launcher, which is started on both nodes."""

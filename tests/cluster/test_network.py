@@ -24,14 +24,16 @@ def test_a_run_is_as_exact_over_a_bad_network_and_ends_without_one(
     loss; without a link all ranks end after `--host-timeout` and name the host"""
     if not Path("/dev/net/tun").exists():
         pytest.skip("a slow link needs /dev/net/tun")
-    save, second = cluster.shared / "run", cluster.nodes[1]
+    save = cluster.shared / "run"
+    second = cluster.nodes[1]
     settings = {**base, "global_batch_size": 8, "train_iters": ENDLESS, "save": save}
     settings["host_timeout"] = 10
     agents = Agents(cluster, AGENT, settings)
     output, other_output = (agents.start(node) for node in cluster.nodes)
 
     def train(iterations: int) -> None:
-        count, start = output().count("\n iteration "), time.monotonic()
+        count = output().count("\n iteration ")
+        start = time.monotonic()
         agents.wait_for_iterations(output, "2 processes", count + iterations)
         print(f"{(time.monotonic() - start) / iterations:.2f} s per iteration")
 

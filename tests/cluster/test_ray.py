@@ -22,8 +22,14 @@ from tests.problems import printed_codes
 SHARDS = 6
 DOCUMENTS = 100_000
 PREPROCESS = [
-    *(str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", "in.jsonl", "--append-eod"),
-    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100"),
+    str(REPOSITORY / "tools" / "preprocess_data.py"),
+    "--input",
+    "in.jsonl",
+    "--append-eod",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "100",
 ]
 CLEAN = str(REPOSITORY / "tools" / "openwebtext" / "clean.py")
 
@@ -119,9 +125,21 @@ def test_cleaning_survives_its_driver_and_workers(nodes: RayNodes, tmp_path: Pat
     """
     corpus(tmp_path)
     command = [
-        *(CLEAN, "--input", "in.jsonl", "--output", "out.jsonl.gz", "--min-chars", "15"),
-        *("--stages", "length", "exact", "near", "--dropped-output", "out.dropped.jsonl"),
-        *("--report", "out.json"),
+        CLEAN,
+        "--input",
+        "in.jsonl",
+        "--output",
+        "out.jsonl.gz",
+        "--min-chars",
+        "15",
+        "--stages",
+        "length",
+        "exact",
+        "near",
+        "--dropped-output",
+        "out.dropped.jsonl",
+        "--report",
+        "out.json",
     ]
     wanted = run_alone(tmp_path, command)
     assert {"out.jsonl.gz", "out.dropped.jsonl", "out.json", "out.jsonl.gz.quarantine"} == {*wanted}

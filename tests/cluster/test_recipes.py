@@ -262,7 +262,8 @@ def test_ray_train_ends_with_a_killed_worker_and_the_same_command_continues(
         assert time.monotonic() < killed_at + DEADLINE
         time.sleep(0.1)
     print(f"everything has ended {time.monotonic() - killed_at:.1f} s after the worker")
-    whole, last = tmp_path / "whole", ["--exit-interval", str(len(losses(save)) + 2)]
+    whole = tmp_path / "whole"
+    last = ["--exit-interval", str(len(losses(save)) + 2)]
     ray_train(launcher, ray_nodes, tmp_path, *resumable, *last).succeed()
     launcher.start([*to_flags({**settings, "save": whole}), *last], ranks=4).succeed()
     assert losses(save) == losses(whole)

@@ -65,7 +65,9 @@ def test_tasks_of_an_array_never_train_one_run_at_the_same_time(
     Claim (command-line): tasks of a job array with one `--save` never train at the same time: one
     trains, the other ends with an error
     """
-    node, save, stop = cluster.nodes[0], cluster.shared / "array", cluster.shared / "stop"
+    node = cluster.nodes[0]
+    save = cluster.shared / "array"
+    stop = cluster.shared / "stop"
     output = cluster.shared / "array.%a"
     settings = {**run_settings("data", save), "train_iters": ENDLESS}
     settings |= {"load": save, "kill_switch_path": stop}
@@ -100,7 +102,9 @@ def test_a_run_survives_its_time_limit_and_the_loss_of_a_node(
     """Claim (command-line): a job of `tools/slurm.py submit` saves before its time limit and is
     queued again; when a node is down, it continues on the other one from the newest checkpoint: the
     losses equal an uninterrupted run, bit for bit on the same nodes, and within 1e-5 on fewer"""
-    node, save, slow = cluster.nodes[0], cluster.shared / "a run", cluster.shared / "slow"
+    node = cluster.nodes[0]
+    save = cluster.shared / "a run"
+    slow = cluster.shared / "slow"
     program = cluster.shared / "paced.py"
     program.write_text(PACED.format(slow=str(slow)))
     slow.touch()
@@ -109,7 +113,8 @@ def test_a_run_survives_its_time_limit_and_the_loss_of_a_node(
     options = [*size, "--program", program]
     tool = [sys.executable, TOOL]
     node.run(*tool, "submit", save, *options, *flags_of(settings)).succeed()
-    job, output = json.loads((save / "slurm.jsonl").read_text())["job"], save / "slurm.out"
+    job = json.loads((save / "slurm.jsonl").read_text())["job"]
+    output = save / "slurm.out"
     wait_for(node, job, "RUNNING", output, has_trained(save))
     update(node, job, TimeLimit=2)  # of which 120 s are for the save
     launcher.start({**settings, "save": tmp_path}, ranks=2 * SLOTS).succeed()

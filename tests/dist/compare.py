@@ -15,12 +15,16 @@ from megatron_ds.model.output_layer import Z_LOSS
 from tests.dist.reference import Run, Tensors
 
 RELATIVE = 1e-5
-MOVED_STARTS, MOVED_FACTOR = 4, 4
-"""Starts of one process that are moved by rounding, and accepted multiple of their errors."""
+MOVED_STARTS = 4
+"""Starts of one process that are moved by rounding."""
+MOVED_FACTOR = 4
+"""Accepted multiple of the errors of these starts."""
 DECIDED_STEPS = 3
 """Least number of steps that are compared, of those with Lion."""
-HALF_GRADIENT_ERROR, LATER_GRADIENT_ERROR = 0.15, 0.35
-"""Of an element, relative to the largest of its tensor, in the first step and in later ones."""
+HALF_GRADIENT_ERROR = 0.15
+"""Error of an element in the first step, relative to the largest of its tensor."""
+LATER_GRADIENT_ERROR = 0.35
+"""Error of an element in later steps, relative to the largest of its tensor."""
 HALF_NORM_ERROR = 2**-8
 """Of the norm of a layer's gradient, which may have been clipped in bf16."""
 PASSES = {"forward-compute", "backward-compute", "optimizer"}
@@ -87,12 +91,14 @@ def differences(
     """
     found = []
     for kind in ("losses", "norms", "gradients", "weights"):
-        ours, reference_values = getattr(run, kind), getattr(reference, kind)
+        ours = getattr(run, kind)
+        reference_values = getattr(reference, kind)
         if len(ours) != len(reference_values):
             found.append(f"{len(ours)} {kind} instead of {len(reference_values)}")
         elif kind in ("gradients", "weights") and not (ours[0] and ours[-1]):
             found.append(f"the first or the last {kind} are missing")
-    steps, tolerance = len(reference.losses), Tolerance(relative)
+    steps = len(reference.losses)
+    tolerance = Tolerance(relative)
     later = _differences(run, reference, tolerance, steps)
     has_signs = any(mask.any() for mask in reference.undecided.values())
     if later and moved is not None and not has_signs:
@@ -115,7 +121,8 @@ def differing_statistics(run: Run, relative: float, *, of_weights: bool = True) 
     if not run.statistics:  # without an engine
         return []
     weights = run.weights[:-1], run.weights[1:]
-    found, steps = [], zip(run.statistics, run.gradients, *weights, strict=True)
+    found = []
+    steps = zip(run.statistics, run.gradients, *weights, strict=True)
     for number, (statistics, gradients, before, after) in enumerate(steps):
         if not run.times[number].keys() >= PASSES <= run.regions.keys():
             found.append(f"times[{number}] are of {run.times[number]}")
@@ -240,7 +247,8 @@ def worst_difference(tensors: Tensors, reference: Tensors) -> tuple[float, str]:
     """
     errors = []
     for name, expected in reference.items():
-        off, scale = (tensors[name] - expected).abs().max(), expected.abs().max()
+        off = (tensors[name] - expected).abs().max()
+        scale = expected.abs().max()
         if torch.isnan(off):
             return float("inf"), name
         errors.append((0.0 if off == 0 else (off / scale).item(), name))

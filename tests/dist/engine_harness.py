@@ -31,6 +31,8 @@ from torch.nn import functional
 
 from megatron_ds.config import Config, ParallelConfig
 from megatron_ds.data.micro_batches import MicroBatchIterator
+from megatron_ds.data.sample import DocumentEnds
+from megatron_ds.data.token_dataset import TransformedDataset
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed.patches import require_precision
 from megatron_ds.engine.device_batches import DeviceBatches
@@ -41,7 +43,7 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec, unshard
 from megatron_ds.train_state import StepPlan
 from tests.dist.recorded import Recorder
-from tests.dist.reference import EOD, Run, Samples, Tensors
+from tests.dist.reference import EOD, Run, Samples, Tensors, packing_of
 
 EngineProbe = Callable[[Any], None]
 """Called with DeepSpeed's engine before the first step."""
@@ -56,19 +58,23 @@ class Meshes(dict[int, Mesh]):
 
     def __init__(self, by_tp_size: dict[int, Mesh]) -> None:
         super().__init__(by_tp_size)
-        self._others: dict[tuple[int, int, int, int], Mesh] = {}
+        self._others: dict[tuple[int, ...], Mesh] = {}
 
     def of(self, parallel: ParallelConfig) -> Mesh:
         """The mesh of a layout. Collective."""
         tp_size = parallel.tensor_model_parallel_size
         pp_size = parallel.pipeline_model_parallel_size
-        sp_size, ep_size = parallel.ds_sequence_parallel_size, parallel.expert_data_ranks
-        if pp_size == sp_size == ep_size == 1:
+        ep_size = parallel.expert_data_ranks
+        if pp_size == parallel.sequence_ranks == ep_size == 1:
             return self[tp_size]
-        key = tp_size, pp_size, sp_size, ep_size
+        key = tp_size, pp_size, parallel.cp_size, parallel.ulysses_size, ep_size
         if key not in self._others:
             self._others[key] = Mesh.build(
-                tp_size, pp_size=pp_size, sp_size=sp_size, ep_size=ep_size
+                tp_size,
+                pp_size=pp_size,
+                cp_size=parallel.cp_size,
+                ulysses_size=parallel.ulysses_size,
+                ep_size=ep_size,
             )
         return self._others[key]
 
@@ -93,7 +99,7 @@ def prepare() -> Meshes:
 def build(config: Config, mesh: Mesh) -> ZeroEngine:
     """The engine of a configuration, as pretrain_gpt.py builds it."""
     require_precision(config.precision)
-    return build_engine(config, mesh, torch.device("cpu"), eod=EOD)
+    return build_engine(config, mesh, torch.device("cpu"))
 
 
 @dataclass
@@ -190,8 +196,9 @@ def train(
     if probe is not None:
         probe(engine._engine)
     # A counter in compiled code would recompile it for every value.
-    counted = nullcontext([0]) if config.runtime.compile else count_attention_calls()
-    compiled, breaks = counters["frames"]["ok"], sum(counters["graph_break"].values())
+    counted = nullcontext([0]) if engine._parts.is_compiled else count_attention_calls()
+    compiled = counters["frames"]["ok"]
+    breaks = sum(counters["graph_break"].values())
     recorded_steps = range(1, len(plans) + 1) if tensors_of is None else tensors_of
     _record_gradients(engine, mesh, run, recorded_steps)
     recorder = Recorder(engine._engine.module, mesh, masks=records_masks)
@@ -245,7 +252,7 @@ def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh, samples: Samples) -
     count = max(count // 2, 1)
     batches = list(itertools.islice(batches_of(config, mesh, samples), count))
     loss = engine.eval_loss(iter(batches), count)
-    if all(batch.loss_mask_BS is None for batch in batches):
+    if all(batch.loss_weights_BS is None for batch in batches):
         tokens = sum(int(batch.num_counted()) for batch in batches)
         torch.testing.assert_close(loss.nats / tokens, loss.total / loss.weight)
     sums = torch.stack([loss.total, loss.weight])
@@ -258,16 +265,18 @@ def batches_of(
 ) -> DeviceBatches:
     """The micro-batches of a rank, or of that so many places further, read by one rank of each
     tensor-parallel group."""
+    options = config.data
+    ends = DocumentEnds(EOD, masks_loss=options.eod_mask_loss)
     batches = MicroBatchIterator(
-        samples,
+        TransformedDataset(samples, [ends]) if options.boundary_fields else samples,
         consumed=consumed,
         micro_batch_size=config.schedule.micro_batch_size,
         dp_rank=(mesh.dp.rank + shift) % mesh.dp.size,
         dp_size=mesh.dp.size,
-        eod=EOD if config.data.eod_mask_loss else None,
-        reads=mesh.sp_tp.rank == 0,
+        reads=mesh.same_batch.rank == 0,
     )
-    return DeviceBatches(batches, torch.device("cpu"), mesh.sp_tp)
+    packing = packing_of(config)
+    return DeviceBatches(batches, torch.device("cpu"), mesh.same_batch, packing=packing)
 
 
 def _record_gradients(
@@ -346,7 +355,8 @@ def full_tensor(
         group: Tensor-parallel group.
         ep_group: Expert-parallel group, over which experts are joined.
     """
-    spec, full = shard_spec(param), value
+    spec = shard_spec(param)
+    full = value
     if ep_group is not None and expert_group(param) is not None:
         full = torch.cat(list(all_gather(full, ep_group)))
     full = full if spec is None else unshard(list(all_gather(full, group)), spec)
@@ -355,8 +365,8 @@ def full_tensor(
 
 def _mean(loss: SupportsFloat, mesh: Mesh) -> float:
     total = torch.tensor(float(loss), dtype=torch.float64)
-    dist.all_reduce(total, group=mesh.dp_sp.handle)
-    return total.item() / mesh.dp_sp.size
+    dist.all_reduce(total, group=mesh.replicas.handle)
+    return total.item() / mesh.replicas.size
 
 
 def _assert_nothing_left(parameters: list[weakref.ref[nn.Parameter]]) -> None:

@@ -26,7 +26,21 @@ from megatron_ds.parallel.mesh import Mesh
 
 RECEIVED = 0.01
 """Value of all numbers that a rank receives."""
-AXES = ("tp", "sp", "ep", "pp", "dp", "dp_sp", "expert_dp", "model", "sp_tp", "ep_tp", "embedding")
+AXES = (
+    "tp",
+    "cp",
+    "ulysses",
+    "sequence",
+    "ep",
+    "pp",
+    "dp",
+    "replicas",
+    "expert_dp",
+    "model",
+    "same_batch",
+    "ep_tp",
+    "embedding",
+)
 """By the first of these a group is named."""
 
 
@@ -115,8 +129,12 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def axis_of(message: Message, mesh: Mesh) -> str:
-    """The name of a message's group in a mesh, or of the next or previous stage."""
+    """The name of a message's group in a mesh, or of the receiver: the next or previous stage, or a
+    context-parallel rank that is some places further."""
     ranks = message.ranks
+    if message.operation == "send" and set(ranks) <= set(mesh.cp.ranks):
+        here, there = (mesh.cp.ranks.index(rank) for rank in ranks)
+        return f"cp +{(there - here) % mesh.cp.size}"
     if message.operation == "send":
         here, there = (mesh.pp.ranks.index(rank) for rank in ranks)
         return "next stage" if there == (here + 1) % mesh.pp.size else "previous stage"

@@ -26,6 +26,7 @@ from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO
 from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, ds_file, folder, scheduled_plans
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Samples, train_reference
+from tests.optimizers import flags_of
 from tests.tables import tables
 
 TABLES = tables(__file__)
@@ -38,15 +39,16 @@ VALUES = {name: tuple(axis.values) for name, axis in support_matrix.AXES.items()
     name: tuple(values) for name, values in EXTRA.items()
 }
 ON_DISK = ("nvme optimizer", "nvme")
-BASIC = {"zero", "tp", "pp", "sp"}
+BASIC = {"zero", "tp", "pp", "cp", "sp"}
 """Axes of whose values `make test` has all pairs, besides every value of every axis."""
-SIZES = ("tp", "sp", "pp")
+SIZES = ("tp", "cp", "sp", "pp")
 """Axes whose sizes multiply to the ranks of a replica."""
-ADDED_LATER = ("optimizer", "soap")
-"""A value whose pairs leave the other runs as they are."""
+ADDED_LATER = [("optimizer", name) for name in VALUES["optimizer"][4:]]
+"""Values, each of whose pairs leave the runs of the values before it as they are."""
 NOT_COMPARABLE = (
     # Each rank of a shared sequence draws the masks of its own part: not those of one process.
     {"dropout": "hidden", "sp": support_matrix.MANY},
+    {"dropout": "hidden", "cp": support_matrix.MANY},
     # It needs at least four micro-batches.
     {"schedule": "dualpipev", "accumulation": "1"},
 )
@@ -61,14 +63,7 @@ TEST_FLAGS = {
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
     ),
     ("precision", "fp16"): "--allow-fp16-on-cpu --loss-scale 512",
-    # As in parity_cases.OPTIMIZERS: Adam without elements whose update is the sign of rounding.
-    ("optimizer", "adam"): "--lr 0.01 --adam-beta2 0.95 --adam-eps 1e-3 --weight-decay 0.1 "
-    "--clip-grad 0.1",
-    ("optimizer", "lion"): "--lr 0.001 --lion-beta2 0.95 --weight-decay 0.1 --clip-grad 0.1",
-    ("optimizer", "muon"): "--lr 0.01 --adam-eps 1e-3 --weight-decay 0.1 --clip-grad 0.1",
-    ("optimizer", "soap"): "--lr 0.02 --adam-beta2 0.95 --adam-eps 1e-2 --weight-decay 0.1 "
-    "--clip-grad 0.1 --soap-precondition-frequency 1",
-    ("optimizer", "sgd"): "--lr 0.5 --sgd-momentum 0 --weight-decay 0 --clip-grad 0",
+    **{("optimizer", name): flags_of(name) for name in support_matrix.AXES["optimizer"].values},
 }
 """Flags that a value needs besides those of the matrix, in these tests."""
 SAMPLES = Samples(STEPS * SAMPLES_PER_STEP, SHAPE)
@@ -146,7 +141,8 @@ def reference_of(
     # Dropout masks and the load-balancing loss are those of a micro-batch.
     size = _micro_batch_size(run) if run["dropout"] != "off" else None
     if run["experts"] != "none":
-        kept["experts"], size = "replicated", _micro_batch_size(run)
+        kept["experts"] = "replicated"
+        size = _micro_batch_size(run)
     # A replay is of one run, of which nothing is kept.
     train = _train_reference if replay is None else _train_reference.__wrapped__
     return train(tuple(kept.items()), size, steps, replay, moved)
@@ -175,7 +171,8 @@ def has_decisions(run: RunLayout) -> bool:
 
 def is_accepted(run: RunLayout) -> bool:
     """Whether the matrix accepts a run, or a part of one, so far."""
-    is_distributed, has_copies = run.get("experts") == "distributed", run.get("hpz", "1") != "1"
+    is_distributed = run.get("experts") == "distributed"
+    has_copies = run.get("hpz", "1") != "1"
     copies = 2 if is_distributed or has_copies else 1
     if int(run.get("world", "4")) % (_ranks_of_a_replica(run) * copies):
         return False
@@ -219,9 +216,9 @@ def covering() -> tuple[RunLayout, ...]:
         for one, other in itertools.combinations(VALUES, 2)
         for first, second in itertools.product(VALUES[one], VALUES[other])
     }
-    later = {pair for pair in pairs if ADDED_LATER in pair}
+    later = [{pair for pair in pairs if value in pair} for value in ADDED_LATER]
     runs = []
-    for missing in (pairs - later, later):
+    for missing in (pairs.difference(*later), *later):
         while missing:
             start = min(missing, key=sorted)
             run = next(_completions(dict(start), missing), None)
@@ -239,7 +236,8 @@ def basic() -> list[RunLayout]:
     def parts(run: RunLayout) -> set[Pair | tuple[str, str]]:
         return {*run.items(), *pairs_of({axis: run[axis] for axis in BASIC})}
 
-    left, chosen = list(covering()), []
+    left = list(covering())
+    chosen = []
     missing = set[Any]().union(*map(parts, left))
     while missing:
         run = max(left, key=lambda run: len(parts(run) & missing))

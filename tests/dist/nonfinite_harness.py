@@ -62,7 +62,12 @@ class Layout(NamedTuple):
         if self.precision == "fp16":
             half |= {"allow_fp16_on_cpu": True, "initial_loss_scale": 256.0, "hysteresis": 1}
         case = Case(
-            *(self.world, self.stage, self.tp, 2, "learned", "adamw"),
+            self.world,
+            self.stage,
+            self.tp,
+            2,
+            "learned",
+            "adamw",
             pp=self.pp,
             sp=self.ulysses,
             ep=self.ep,
@@ -82,7 +87,8 @@ class Training:
     """An engine that is driven step by step, as by the training loop."""
 
     def __init__(self, config: Config, mesh: Mesh, steps: int) -> None:
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         self.engine = build(config, mesh)
         self.state = TrainState()
         self.rates: list[float] = []
@@ -111,8 +117,21 @@ class Training:
         return gather_objects([*reversed(kinds.values())])[rank]
 
     def state_tensors(self) -> Tensors:
-        """Everything that a step changes: full weights, this rank's master weights and moments."""
-        tensors = full_weights(self.engine, self.mesh)
+        """Everything that a step changes: full weights, this rank's master weights and moments.
+        Collective, and an error if copies differ."""
+        return {**full_weights(self.engine, self.mesh), **self.optimizer_tensors()}
+
+    def local_tensors(self) -> Tensors:
+        """What a step changes on this rank, whose copies may differ from those of other ranks."""
+        weights = self.engine._steps.norms.weights()
+        return {
+            **{name: value.detach().clone() for name, value in weights},
+            **self.optimizer_tensors(),
+        }
+
+    def optimizer_tensors(self) -> Tensors:
+        """This rank's master weights and moments."""
+        tensors: Tensors = {}
         states = self.engine._engine.basic_optimizer.state
         for index, (master, state) in enumerate(states.items()):
             for name, value in {"master": master, **state}.items():
@@ -145,7 +164,8 @@ def corrupt_gradient(
         changed.view(-1)[-1] = value
         return changed
 
-    named, hook = engine._engine.module.named_parameters(), None
+    named = engine._engine.module.named_parameters()
+    hook = None
     if dist.get_rank() == rank:
         parameter = next(parameter for name, parameter in named if name.endswith(ends_with))
         hook = parameter.register_hook(corrupt)
@@ -179,15 +199,17 @@ def corrupt_each_parameter(layout: Layout, meshes: Meshes) -> dict[str, Copy]:
     config = layout.config()
     run = Training(config, meshes.of(config.parallel), steps=40)
     run.step()
-    seen, before = {}, run.state_tensors()
+    seen = {}
+    before = run.local_tensors()
     for index, name in enumerate([*run.names_on(layout.rank), ""]):
         value = (math.nan, math.inf, -math.inf)[index % 3]
         rank = layout.rank if name else -1  # no rank
-        skipped, changed = True, list[str]()
+        skipped = True
+        changed = list[str]()
         if not name.endswith("expert_bias"):  # which has no gradient
             with corrupt_gradient(run.engine, value, rank, name):
                 skipped = run.step().skipped
-            changed = differing_names(before, run.state_tensors())
+            changed = differing_names(before, run.local_tensors())
         with _corrupt_weight(run.engine, value, rank, name):
             differs = run.engine.find_different_weights() if layout.stage < 3 else None
             seen[name] = Copy(

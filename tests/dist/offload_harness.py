@@ -27,8 +27,12 @@ SMALLEST_SWAPPED = 1024
 """Bytes of the smallest tensor in a file, in these tests; DeepSpeed's own limit is a megabyte."""
 WITHOUT_LIBAIO = swap_disk.find_problem()
 """Why this machine cannot offload to NVMe."""
-STEPS, TAG, POISONED = 2, "saved", "poisoned"
-"""Steps before and after the checkpoint, its name, and that of a copy with a NaN."""
+STEPS = 2
+"""Steps before the checkpoint, and after it."""
+TAG = "saved"
+"""Name of the checkpoint."""
+POISONED = "poisoned"
+"""Name of a copy with a NaN."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def swap_small_tensors() -> None:
 def parity_job(offload: Offload, folder: Path) -> Job:
     """The training of a layout, which also checks that what should be in files is."""
     probe = partial(assert_swapped, offload)
-    config, case = offload.config(folder), offload.case
+    config = offload.config(folder)
+    case = offload.case
     return swapping(training(config, plans_of(case), SAMPLES, probe))
 
 
@@ -131,7 +136,8 @@ def resume(saved: Offload, loaded: dict[str, Offload], folder: Path, meshes: Mes
         folder: For files; the ranks share it.
         meshes: Those of this rank.
     """
-    mesh, schedule = meshes[saved.tp], {"train_iters": 100}
+    mesh = meshes[saved.tp]
+    schedule = {"train_iters": 100}
     first = Training(saved.config(folder, schedule=schedule), mesh, 100)
     for _ in range(STEPS):
         first.step()

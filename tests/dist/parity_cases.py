@@ -26,10 +26,12 @@ from megatron_ds.config import (
     ParallelConfig,
     ScheduleConfig,
 )
+from megatron_ds.config.options.optimizer_specs import ADAM, NAMES
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Samples, train_reference
+from tests.optimizers import TRAINED
 from tests.tables import tables
 
 TABLES = tables(__file__, tuple)
@@ -43,16 +45,17 @@ SHAPE: dict[str, Any] = TABLES["shape"]
 SAMPLES = Samples(STEPS * SAMPLES_PER_STEP, SHAPE)
 MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 
-# AdamW divides by sqrt(v) + eps. Where a gradient g is far above eps its first update is lr times
-# the sign of g, and where g is rounding noise that sign is random, even between two runs of torch.
-# The update's slope is at most lr / eps: lr 0.01, eps 1e-3 and gradients that are right to 1e-8
-# after clipping keep the error below 1e-7 of a weight, and the elements on both sides of eps (0.001
-# against clipped gradients of up to 0.01) still take Adam's nonlinear path.
-OPTIMIZERS = {name: OptimizerConfig(**row) for name, row in TABLES["optimizers"].items()}
-RATES = dict.fromkeys(OPTIMIZERS, (0.01, 0.02, 0.005)) | {
-    "sgd": (1.0, 0.5, 0.25),
-    "lion": (0.001, 0.002, 0.0005),
+
+def _options(optimizer: str = ADAM.name, **changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(**{"optimizer": optimizer, **TRAINED[optimizer], **changes})
+
+
+OPTIMIZERS = {name: _options(name) for name in NAMES} | {
+    name: _options(**row) for name, row in TABLES["optimizers"].items()
 }
+RATES = {
+    name: (options.lr, 2 * options.lr, options.lr / 2) for name, options in OPTIMIZERS.items()
+} | {"sgd": (1.0, 0.5, 0.25)}
 """Learning rate of each step."""
 
 
@@ -74,6 +77,8 @@ class Case:
     pp: int = 1
     sp: int = 1
     """Ranks that share every sequence (DeepSpeed-Ulysses)."""
+    cp: int = 1
+    """Context-parallel ranks."""
     ep: int = 1
     batches: tuple[int, ...] = ()
     """Samples of each step, if they change."""
@@ -85,7 +90,7 @@ class Case:
     @property
     def name(self) -> str:
         """The sizes of the layout, those of some axes only where they are not 1, and the rest."""
-        sizes = {"pp": self.pp, "sp": self.sp, "ep": self.ep}
+        sizes = {"pp": self.pp, "cp": self.cp, "sp": self.sp, "ep": self.ep}
         layout = [f"{self.world}ranks", f"zero{self.stage}", f"tp{self.tp}"]
         layout += [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
         return "-".join([*layout, f"accumulate{self.accumulation}", self.model, self.optimizer])
@@ -96,7 +101,7 @@ class Case:
 
     @property
     def dp(self) -> int:
-        return self.world // (self.tp * self.pp * self.sp)
+        return self.world // (self.tp * self.pp * self.cp * self.sp)
 
 
 @functools.cache
@@ -120,7 +125,8 @@ def ds_file(values: Mapping[str, Any]) -> str:
 def scheduled_plans(config: Config, world: int, steps: int | None = None) -> list[StepPlan]:
     """The first steps of the training loop, or all."""
     dp_size = config.parallel.data_parallel_size(world)
-    state, plans = TrainState(), []
+    state = TrainState()
+    plans = []
     for _ in range(steps or schedules.total_iterations(config, dp_size)):
         plans.append(schedules.plan(config, state, dp_size))
         state = state.advance(plans[-1], StepResult(0.0, 0.0))
@@ -148,6 +154,7 @@ def config_of(case: Case, **changes: Mapping[str, Any]) -> Config:
         parallel=ParallelConfig(
             tensor_model_parallel_size=case.tp,
             pipeline_model_parallel_size=case.pp,
+            context_parallel_size=case.cp,
             ds_sequence_parallel_size=case.sp,
             expert_model_parallel_size=case.ep,
         ),
@@ -214,7 +221,7 @@ def train_alone(case: Case, replay: Replay | None = None) -> Run:
     is_per_token = config.optimizer.calculate_per_token_loss
     size = config.schedule.micro_batch_size * (case.dp if is_global(case) else 1)
     return train_reference(
-        *(config, samples_of(case), plans_of(case)), None if is_per_token else size, replay
+        config, samples_of(case), plans_of(case), None if is_per_token else size, replay
     )
 
 

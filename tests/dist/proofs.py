@@ -41,7 +41,8 @@ class Proof:
 EVERYTHING: Values = {name: tuple(axis.values) for name, axis in AXES.items()}
 PARTITIONED = EVERYTHING["zero"][1:]
 SEQUENCE: Values = {"tp": (MANY,), "sequence": ("on",)}
-PRECISION, SHARDED = "tests/dist/test_precision.py", "tests/dist/test_sequence_parallel.py"
+PRECISION = "tests/dist/test_precision.py"
+SHARDED = "tests/dist/test_sequence_parallel.py"
 ULYSSES = "tests/dist/test_ulysses.py::test_shared_sequences_train_like_one_process"
 EXPERTS = "tests/dist/test_experts.py::test_experts_train_like_one_process"
 STAGES = "tests/dist/test_pipeline.py::test_stages_equal_one_process"

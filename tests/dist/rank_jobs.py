@@ -56,7 +56,8 @@ def case_training(
     # Signs that rounding decides are searched in the weights after every step of Lion.
     is_complete = every_step or case.optimizer == "lion"
     recorded = None if is_complete else {1, len(plans)}
-    config, samples = config_of(case, **changes), samples_of(case)
+    config = config_of(case, **changes)
+    samples = samples_of(case)
     return training(config, plans, samples, probe, tensors_of=recorded)
 
 
@@ -116,7 +117,8 @@ def run_jobs(world: int, jobs: Jobs) -> JobResults:
     """Runs the jobs one after the other on `world` ranks. Failures are raised by the results."""
     assert isinstance(jobs, UniqueNames), "a plain dictionary loses jobs whose names are equal"
     with tempfile.TemporaryDirectory() as name:
-        folder, crash = Path(name), Failure("")
+        folder = Path(name)
+        crash = Failure("")
         try:
             run_ranks(_run_jobs, world, dict(jobs), folder, timeout=600.0 + 30.0 * len(jobs))
         except Exception:

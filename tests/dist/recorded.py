@@ -31,11 +31,12 @@ from megatron_ds.model.attention.self_attention import Attention
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.experts.router import Router
-from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.ulysses import local_slice
+from megatron_ds.parallel.context.slices import SequenceSlices, in_sequence_order
+from megatron_ds.parallel.mesh import Mesh
 
 Decisions = dict[str, list[Any]]
 """By the name of the module: of each forward pass, in order."""
+DROPOUT = functional.dropout
 SIGMAS = 6
 """Accepted deviation of the fraction that is dropped, in standard deviations."""
 
@@ -45,7 +46,9 @@ class Recorded:
     """What a rank decided in each forward pass of the training."""
 
     place: tuple[int, int, int]
-    """Data-, sequence- and tensor-parallel rank."""
+    """Data-parallel rank, rank among those that share sequences, and tensor-parallel rank."""
+    cp_size: int = 1
+    """Context-parallel size."""
     experts: Decisions = field(default_factory=dict)
     """Of routers: each token's experts [T, K]."""
     weights: Decisions = field(default_factory=dict)
@@ -65,20 +68,23 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, masks: bool) -> None:
-        self.recorded = Recorded((mesh.dp.rank, mesh.sp.rank, mesh.tp.rank))
+        self.recorded = Recorded((mesh.dp.rank, mesh.sequence.rank, mesh.tp.rank), mesh.cp.size)
         self._masks: list[Tensor] | None = None
         self._records_masks = masks
         for name, module in model.named_modules():
             if isinstance(module, Router):
-                found = self.recorded.experts[name] = []
+                found = []
+                self.recorded.experts[name] = found
                 module.register_forward_hook(partial(_record_experts, found))
             elif masks and isinstance(module, Attention):
-                found = self.recorded.weights[name] = []
+                found = []
+                self.recorded.weights[name] = found
                 module._attend = partial(  # type: ignore[method-assign]
-                    _attend_and_record, found, module, module._attend, mesh.sp
+                    _attend_and_record, found, module, module._attend, mesh
                 )
             elif masks and isinstance(module, (Block, Embedding)):
-                found = self.recorded.activations[name] = []
+                found = []
+                self.recorded.activations[name] = found
                 module.register_forward_pre_hook(partial(self._start, found))
 
     def _start(self, found: list[Any], module: nn.Module, _: Any) -> None:
@@ -116,25 +122,33 @@ def _attend_and_record(
     found: list[Tensor],
     module: Attention,
     attend: Callable[..., Tensor],
-    group: Group,
+    mesh: Mesh,
     core: AttentionCore,
     *inputs: Tensor,
 ) -> Tensor:
     recorded = module.training and not _is_recomputing()
-    return attend(_RecordingCore(core, group, found) if recorded else core, *inputs)
+    return attend(_RecordingCore(core, mesh, found) if recorded else core, *inputs)
 
 
 class _RecordingCore:
     """A core that first finds out what dropout keeps: with unit vectors as values, the output is
     the weights of the softmax."""
 
-    def __init__(self, core: AttentionCore, group: Group, found: list[Tensor]) -> None:
-        self._core, self._group, self._found = core, group, found
+    def __init__(self, core: AttentionCore, mesh: Mesh, found: list[Tensor]) -> None:
+        self._core = core
+        self._mesh = mesh
+        self._found = found
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
+        with mock.patch.object(functional, "dropout", DROPOUT):  # no mask of activations
+            return self._attend(q, k, v, dropout, *sinks_n)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         state = torch.get_rng_state()
-        length, size = k.shape[2] * self._group.size, v.shape[-1]
-        units = torch.eye(length, dtype=v.dtype)[local_slice(length, self._group)]
+        length = k.shape[2] * self._mesh.sequence.size
+        size = v.shape[-1]
+        slices = SequenceSlices.of(length, self._mesh.cp, self._mesh.ulysses)
+        units = slices.take(torch.eye(length, dtype=v.dtype), 0)
         kept = []
         with torch.no_grad():
             for columns in units.split(size, dim=1):
@@ -159,8 +173,11 @@ class Replay:
     def __init__(self, ranks: Sequence[Recorded]) -> None:
         self._ranks = sorted(ranks, key=lambda rank: rank.place)
         self._dp_size = 1 + max(rank.place[0] for rank in ranks)
+        self._cp_size = ranks[0].cp_size
         self._activations: Iterator[Tensor] = iter(())
-        self._dropped, self._possible, self._expected = 0, 0, 0.0
+        self._dropped = 0
+        self._possible = 0
+        self._expected = 0.0
         self.gap = 0.0
         """Largest difference between the score of a token's K-th expert here, and that of the worst
         expert that the run chose."""
@@ -228,6 +245,7 @@ class Replay:
         experts_TK = torch.cat([part for place, part in parts if place[2] == 0])
         if len(experts_TK) < len(x_TH):
             experts_TK = torch.cat([part for _, part in parts])
+        experts_TK = in_sequence_order(experts_TK, 0, self._cp_size)
         with _Choice(experts_TK) as choice:
             routing = forward(x_TH, sequences)
         self.gap = max(self.gap, choice.gap)
@@ -248,6 +266,7 @@ class Replay:
         for (_, _, tp_rank), part in self._parts("weights", name, next(passes)):
             by_tp[tp_rank].append(part)
         kept = torch.cat([torch.cat(slices, dim=2) for slices in by_tp.values()], dim=1)
+        kept = in_sequence_order(kept, 2, self._cp_size)
         units = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
         weights = core.attend(q, k, units, 0.0, *sinks_n)
         self._count(kept | (weights == 0), (weights != 0).sum(), probability)
@@ -257,7 +276,10 @@ class Replay:
     def _start(self, name: str, passes: Iterator[int], *_: Any) -> None:
         parts = self._parts("activations", name, next(passes))
         slices = [masks for place, masks in parts if place[2] == 0]
-        self._activations = (torch.cat(each) for each in zip(*slices, strict=True))
+        self._activations = (
+            in_sequence_order(torch.cat(each), 0, self._cp_size)
+            for each in zip(*slices, strict=True)
+        )
 
     def _drop(self, x: Tensor, probability: float) -> Tensor:
         kept = next(self._activations)
@@ -275,7 +297,8 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, indices: Tensor) -> None:
         super().__init__()
-        self.indices, self.gap = indices, 0.0
+        self.indices = indices
+        self.gap = 0.0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -24,13 +24,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, ModelConfig, OptimizerConfig
+from megatron_ds.data.token_dataset import TokenDataset
 from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.packed import FlexKernel, PackingOptions
 from megatron_ds.model.experts.router import routers_with_bias, update_biases
+from megatron_ds.model.experts.router_log import router_metrics
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.train_state import StepPlan
 from tests.dist.recorded import Recorded, Replay
 from tests.unit.model.dense import computed_by, dense_flex
@@ -79,7 +80,7 @@ class Run:
     """Further observations."""
 
 
-class Samples:
+class Samples(TokenDataset):
     """A dataset of samples of seq_length + 1 random tokens.
 
     Args:
@@ -93,8 +94,9 @@ class Samples:
         vocab = shape["vocab_size"]
         tokens = np.random.default_rng(11).integers(0, vocab, distinct, dtype=np.int64)
         self._tokens = np.resize(tokens, (count, distinct[1]))
-        self.seq_length, self.vocab_size, self.cache = shape["seq_length"], vocab, None
-        self.marks_ends = False
+        self.seq_length = shape["seq_length"]
+        self.vocab_size = vocab
+        self.cache = None
 
     def with_document_ends(self, fraction: float) -> Samples:
         """The same samples with EOD instead of a fraction of their tokens."""
@@ -117,8 +119,10 @@ class Samples:
         sample: npt.NDArray[np.int64] = self._tokens[position]
         return sample
 
-    def read_into(self, position: int, row: npt.NDArray[np.int32]) -> None:
-        row[:] = self._tokens[position]
+    def read_into(
+        self, position: int, ids: npt.NDArray[np.int32], marks: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        ids[:] = self._tokens[position]
 
     def sample_id(self, position: int) -> str:
         return str(position)
@@ -134,7 +138,7 @@ def packing_of(config: Config) -> PackingOptions | None:
     data = config.data
     if not (data.reset_position_ids or data.reset_attention_mask):
         return None
-    return PackingOptions(EOD, data.reset_position_ids, data.reset_attention_mask)
+    return PackingOptions(data.reset_position_ids, data.reset_attention_mask)
 
 
 def dense_attention(config: Config) -> AttentionOptions:
@@ -256,8 +260,11 @@ def evaluate_reference(
 
 
 def _mean_loss(model: GPTModel, tokens: torch.Tensor, config: Config) -> torch.Tensor:
-    mask = tokens[:, :-1] != EOD if config.data.eod_mask_loss else None
-    loss, extras = model(tokens[:, :-1], tokens[:, 1:], mask).weighted(None)
+    inputs = tokens[:, :-1]
+    mask = inputs != EOD if config.data.eod_mask_loss else None
+    packing = packing_of(config)
+    documents = None if packing is None else packing.documents(inputs == EOD)
+    loss, extras = model(inputs, tokens[:, 1:], mask, documents=documents).weighted(None)
     model.router_log.add(extras)
     return loss  # type: ignore[no-any-return]
 
@@ -287,7 +294,9 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            lr, decay, (_, beta2) = group["lr"], group["weight_decay"], group["betas"]
+            lr = group["lr"]
+            decay = group["weight_decay"]
+            _, beta2 = group["betas"]
             for p in group["params"]:
                 update = torch.sign(self._interpolated(group, p))
                 momentum = self.state[p].get("m", torch.zeros_like(p))
@@ -340,7 +349,8 @@ class Muon(CautiousAdamW):
     ) -> None:
         betas = options.adam_beta1, options.adam_beta2
         super().__init__(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
-        self.matrices, self.options = matrices, options
+        self.matrices = matrices
+        self.options = options
         self.momenta = [torch.zeros_like(p) for p, _ in matrices]
         self.rates: dict[torch.Tensor, tuple[float, float]] = {}
         """Factor of the learning rate, and weight decay, of matrices with their own."""
@@ -349,7 +359,8 @@ class Muon(CautiousAdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         (super() if self.options.cautious_weight_decay else super(CautiousAdamW, self)).step()
-        rate, beta = self.param_groups[0]["lr"], self.options.muon_momentum
+        rate = self.param_groups[0]["lr"]
+        beta = self.options.muon_momentum
         for index, ((p, sizes), momentum) in enumerate(
             zip(self.matrices, self.momenta, strict=True)
         ):
@@ -382,7 +393,8 @@ class Muon(CautiousAdamW):
             x = a * x + b * gram @ x + c * gram @ gram @ x
         if not self.options.normuon:
             return 0.2 * max(matrix.shape) ** 0.5 * x
-        beta, mean = self.options.normuon_beta2, x.square().mean(dim=1)
+        beta = self.options.normuon_beta2
+        mean = x.square().mean(dim=1)
         self.seconds[key] = beta * self.seconds.get(key, 0 * mean) + (1 - beta) * mean
         x = x / (self.seconds[key].sqrt() + 1e-8)[:, None]
         return 0.2 * matrix.numel() ** 0.5 * x / x.norm()
@@ -399,8 +411,11 @@ class Soap(Muon):
         if len(matrix) > matrix.shape[1]:
             step = self._step_of(matrix.T, key)
             return None if step is None else step.T
-        options, state = self.options, self.state.setdefault(key, {})
-        beta1, beta2, beta = options.adam_beta1, options.adam_beta2, options.soap_shampoo_beta
+        options = self.options
+        state = self.state.setdefault(key, {})
+        beta1 = options.adam_beta1
+        beta2 = options.adam_beta2
+        beta = options.soap_shampoo_beta
         outer = (1 - beta) * matrix @ matrix.T
         if not state:
             vectors = torch.linalg.eigh(outer)[1].flip(1)
@@ -431,6 +446,8 @@ class Soap(Muon):
         return [index for group in groups for index in sorted(group)]
 
 
+OF_MATRICES = {"muon": Muon, "soap": Soap}
+"""Optimizers of matrices, by the value of --optimizer."""
 POLAR_EXPRESS = [
     (8.205160414, -22.90193498, 16.46072465),
     (4.066395160, -2.861154054, 0.5183995232),
@@ -443,7 +460,8 @@ POLAR_EXPRESS = [
 
 def _fused_rows(config: ModelConfig, name: str, weight: torch.Tensor) -> tuple[int, ...]:
     """Rows of the matrices of which a layer's weight consists."""
-    heads, kv = config.num_attention_heads * config.head_dim, config.kv_heads * config.head_dim
+    heads = config.num_attention_heads * config.head_dim
+    kv = config.kv_heads * config.head_dim
     if name.endswith("attention.qkv.weight"):
         gates = len(weight) - heads - 2 * kv
         return (heads, kv, kv, gates) if gates else (heads, kv, kv)
@@ -459,7 +477,7 @@ def _optimizer(
     # The biases of experts are stacked.
     matrix_names = sorted(n for n, p in named.items() if p.dim() > 1 and not n.endswith(".bias"))
     matrices = []
-    if options.optimizer in ("muon", "soap"):
+    if options.spec.matrices is not None:
         hidden = [name for name in matrix_names if name.startswith(("layers.", "predictions."))]
         hidden_weights = {name: named[name] for name in hidden}
         matrices = [(p, _fused_rows(config, name, p)) for name, p in hidden_weights.items()]
@@ -493,8 +511,8 @@ def _optimizer(
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
     if options.optimizer == "lion":
         return Lion(groups, lr=options.lr, betas=(options.lion_beta1, options.lion_beta2))
-    if options.optimizer in ("muon", "soap"):
-        muon = (Soap if options.optimizer == "soap" else Muon)(groups, matrices, options)
+    if options.spec.matrices is not None:
+        muon = OF_MATRICES[options.optimizer](groups, matrices, options)
         for name, scale, decay in reversed(_named_rates(options)):
             hits = [p for key, p in hidden_weights.items() if re.fullmatch(name, key)]
             muon.rates |= dict.fromkeys(hits, (scale, decay))
@@ -545,20 +563,24 @@ class _LogitsOf:
         overall = max(float(value.max()) for value in self.largest.values())
         for layer, largest in self.largest.items():
             prefix = f"layers.{layer}.attention"
-            config, heads = self.model.config, len(largest)
+            config = self.model.config
+            heads = len(largest)
             groups = heads if config.multi_latent_attention else config.kv_heads
             for group, values in enumerate(largest.view(groups, -1)):
                 factor = min(1.0, options.qk_clip_threshold / float(values.max()))
-                of_q, of_k = factor**options.qk_clip_alpha, factor ** (1 - options.qk_clip_alpha)
+                of_q = factor**options.qk_clip_alpha
+                of_k = factor ** (1 - options.qk_clip_alpha)
                 if config.multi_latent_attention:
-                    plain, rotated = config.qk_head_dim, config.qk_pos_emb_head_dim
+                    plain = config.qk_head_dim
+                    rotated = config.qk_pos_emb_head_dim
                     q = named[f"{prefix}.q_up.weight"].unflatten(0, (heads, plain + rotated))
                     q[group, :plain] *= of_q
                     q[group, plain:] *= factor
                     kv = named[f"{prefix}.kv_up.weight"].unflatten(0, (heads, -1))
                     kv[group, :plain] *= of_k
                     continue
-                size, shared = config.head_dim, heads // groups
+                size = config.head_dim
+                shared = heads // groups
                 for name in (f"{prefix}.qkv.weight", f"{prefix}.qkv.bias"):
                     if name in named:
                         start = group * shared * size

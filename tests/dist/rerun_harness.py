@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
-from megatron_ds import schedules
+from megatron_ds import schedules, spike_limits
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import RunAborted
 from megatron_ds.parallel.mesh import Mesh
@@ -18,7 +18,8 @@ from tests.dist.compare import differing_names
 from tests.dist.engine_harness import Meshes, batches_of
 from tests.dist.nonfinite_harness import Layout, Training
 
-STEPS, FAULTY_STEP = 3, 2
+STEPS = 3
+FAULTY_STEP = 2
 CHANGED = "layers.0.mlp.fc_in.weight"
 """Parameter that a fault of the weights changes."""
 
@@ -41,13 +42,16 @@ class Repeating(Training):
         self.problems: list[str] = []
         self.skipped: list[bool] = []
         self.rerun = Rerun(
-            *(self.config, mesh, self.engine, SkippedSteps(self.config.precision, self.engine)),
+            self.config,
+            mesh,
+            self.engine,
+            SkippedSteps(self.config.precision, self.engine),
             lambda consumed, shift: batches_of(self.config, mesh, self.samples, consumed, shift),
             lambda: "Resume from global_step0",
             nullcontext,
         )
         if self.config.rerun.check_for_spiky_loss:  # every loss is a spike
-            few = (0.01,) * schedules.FEWEST
+            few = (0.01,) * spike_limits.FEWEST
             self.state = dataclasses.replace(self.state, recent_losses=few, recent_norms=few)
 
     def step(self) -> StepResult:
@@ -73,7 +77,8 @@ class Repeating(Training):
 
     def counters(self) -> list[Any]:
         """What DeepSpeed counts, and its loss scale."""
-        engine, scale = self.engine._engine, self.engine._steps.loss_scale
+        engine = self.engine._engine
+        scale = self.engine._steps.loss_scale
         names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
         return [*(getattr(engine, name) for name in names), scale and scale.state]
 

@@ -31,8 +31,21 @@ from megatron_ds.training.trainer import Trainer
 
 READS = frozenset(
     {
-        *("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__contains__"),
-        *("cpu", "numpy", "__array__", "nonzero", "masked_select", "unique", "equal", "allclose"),
+        "item",
+        "tolist",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__contains__",
+        "cpu",
+        "numpy",
+        "__array__",
+        "nonzero",
+        "masked_select",
+        "unique",
+        "equal",
+        "allclose",
     }
 )
 OPERATORS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal")
@@ -97,7 +110,6 @@ def reads_of_steps(
         exits=ends,
         state=state,
         total_iterations=100,
-        eod=None,
         report=anything,
     )
 

@@ -20,10 +20,11 @@ from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.folders.folder_checks import claimed_folders
 from megatron_ds.checkpoint.folders.run_lock import LOCK
+from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, read_manifest
-from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints, StoredTokenizer
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.engine.deepspeed import checkpoint_io
 from megatron_ds.fileio.atomic import FileRecord
@@ -68,12 +69,14 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     config = dataclasses.replace(config, checkpoint=options)
     engine = build(config, meshes[1])
     ranks = CollectiveIO()
-    _claim_a_folder_that_cannot_be_created(Path(folder), ranks)
+    _claim_folders_that_cannot_be_used(Path(folder), ranks)
     with claimed_folders(RunFolders.local(options), ranks, print):
         assert all(ranks.run_on_all((Path(folder) / LOCK).exists))
     fingerprint = TokenizerFingerprint("Kind", {}, vocab_size=2, eod=1)
     tokenizer = StoredTokenizer(fingerprint, {"vocab_file/vocab.txt": b"a"} if rank == 0 else {})
-    manager = CheckpointManager(config, meshes[1], lambda line: None, ranks, tokenizer=tokenizer)
+    folders = RunFolders.local(options)
+    run = RunCheckpoints(config, meshes[1], lambda line: None, ranks, folders, tokenizer)
+    manager = CheckpointManager(run)
     own_group = ranks._group
     for group in list(distributed_c10d._world.pg_map):
         if group is not own_group:
@@ -85,29 +88,36 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     if rank == 0:  # its listings lag, and its disk is slow at the end
         _hide_from_listings(OF_RANK_1)
         before_call(
-            local_files, "write_atomically", wait, lambda path, _: path.name == "manifest.json"
+            local_files, "write_atomically", wait, lambda path, *_: path.name == "manifest.json"
         )
     else:
         before_call(checkpoint_io, "write_tensors", wait)
     opened = _record_reads()
     start = time.monotonic()
-    manager.save(engine, TrainState(iteration=3))
-    seconds, read = time.monotonic() - start, sorted(opened)
+    manager.saving.save(engine, TrainState(iteration=3))
+    seconds = time.monotonic() - start
+    read = sorted(opened)
     opened.clear()
-    found = manager.select()
-    return Seen(seconds, read, sorted({*opened}), found and manager.load(engine, found))
+    found = manager.restoring.select()
+    return Seen(seconds, read, sorted({*opened}), found and manager.restoring.load(engine, found))
 
 
-def _claim_a_folder_that_cannot_be_created(folder: Path, ranks: CollectiveIO) -> None:
+def _claim_folders_that_cannot_be_used(folder: Path, ranks: CollectiveIO) -> None:
     """Every rank has the first one's error."""
     file = folder.with_name("file")
+    locked = folder.with_name("locked")
     ranks.run_on_rank0(file.touch)
-    options = CheckpointConfig(save=str(file / "saved"))
-    with (
-        raises_problem("save-folder-not-created", "save"),
-        claimed_folders(RunFolders.local(options), ranks, print),
-    ):
-        pass
+    ranks.run_on_rank0(lambda: (locked / LOCK).mkdir(parents=True))
+    for save, code in ((file / "saved", "not-created"), (locked, "not-writable")):
+        options = CheckpointConfig(save=str(save))
+        with (
+            raises_problem(f"save-folder-{code}", "save"),
+            claimed_folders(RunFolders.local(options), ranks, print),
+        ):
+            pass
+    local = CheckpointConfig(save=str(folder), local_checkpoint_dir=str(file / "local"))
+    with raises_problem("local-checkpoint-folder-not-writable", "local_checkpoint_dir"):
+        LocalCheckpoints.open(local, ranks, print)
 
 
 def _hide_from_listings(name: str) -> None:
@@ -133,7 +143,8 @@ def _record_reads() -> list[str]:
             opened.append(Path(path).name)
         return open_file(path, mode, *rest, **keywords)
 
-    builtins.open = io.open = recording  # type: ignore[assignment]
+    builtins.open = recording
+    io.open = recording  # type: ignore[assignment]
     return opened
 
 
@@ -167,7 +178,11 @@ def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(saved: Sav
     own = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     pointers = {"latest", "latest_checkpointed_iteration.txt", "latest_universal"}
     assert {*first.read_to_select} - pointers == {
-        *("manifest.json", "mp_rank_00_model_states.pt", "run.json", "vocab.txt", own)
+        "manifest.json",
+        "mp_rank_00_model_states.pt",
+        "run.json",
+        "vocab.txt",
+        own,
     }
     assert second.read_to_select == ["run.json", OF_RANK_1]
 

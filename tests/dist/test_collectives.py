@@ -5,7 +5,7 @@ One process is each of the ranks in turn (`fake_world`), with a small model and 
 
 Claim (deepspeed): the ranks of a group send the messages of a step in the same order, asynchronous
 where recorded, and as many bytes as planned, in ZeRO 1 to 3 and with tensor, pipeline and expert
-parallelism, on 64 to 1,024 ranks; in the proofs with ZeRO 0 and Ulysses, too
+parallelism, on 64 to 1,024 ranks; in the proofs with ZeRO 0, Ulysses and context parallelism, too
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -50,26 +50,38 @@ MORE: dict[str, dict[str, Any]] = TABLES["more"]
 ALL_LAYOUTS = UniqueNames([*LAYOUTS.items(), *MORE.items()])
 WORLDS = TABLES["worlds"]
 """Ranks of each layout."""
-PROOFS = ("zero0 fp32", "zero2 sp2 tp2", "zero3 sp4, llama")
+PROOFS = (
+    "zero0 fp32",
+    "zero2 sp2 tp2",
+    "zero3 sp4, llama",
+    "zero1 cp4 sp2, gathered in a layer",
+)
 CASES = [pytest.param(name, marks=[pytest.mark.proof] if name in PROOFS else []) for name in WORLDS]
 Rows = list[tuple[Message, str]]
 """The messages of a rank, in order, with the names of their groups."""
 
 
-def simulate(name: str, ranks: Sequence[int], meshes: Any) -> dict[int, tuple[int, Rows]]:
-    """By rank its pipeline rank, and its messages in the second step."""
+class Place(NamedTuple):
+    """Where a rank is, as far as its messages depend on it."""
+
+    pp_rank: int
+    cp_rank: int
+
+
+def simulate(name: str, ranks: Sequence[int], meshes: Any) -> dict[int, tuple[Place, Rows]]:
+    """By rank its place, and its messages in the second step."""
     del meshes
     world = WORLDS[name]
     config = config_of(ALL_LAYOUTS[name], world)
     return {rank: messages_of(config, rank, world) for rank in ranks}
 
 
-def messages_of(config: Config, rank: int, world: int) -> tuple[int, Rows]:
+def messages_of(config: Config, rank: int, world: int) -> tuple[Place, Rows]:
     with fake_world(rank, world):
         mesh = Mesh.build(**config.axis_sizes)
         engine, take_step = engine_and_step(config, mesh)
         parts = mesh.tp.size if config.parallel.sequence_parallel else 1
-        length = LENGTH // mesh.sp.size // parts
+        length = LENGTH // mesh.sequence.size // parts
         dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
         hidden = torch.empty(length, 1, config.model.hidden_size, dtype=dtype, device="meta")
         with (
@@ -86,7 +98,8 @@ def messages_of(config: Config, rank: int, world: int) -> tuple[int, Rows]:
         assert calls.pop(WAIT, 0) == has_flat
         assert has_flat <= calls.total() <= 20, calls  # experts gather four flat tensors
         engine._engine.destroy()
-        return mesh.pp.rank, [(each, axis_of(each, mesh)) for each in log.sent]
+        place = Place(mesh.pp.rank, mesh.cp.rank)
+        return place, [(each, axis_of(each, mesh)) for each in log.sent]
 
 
 def representatives(name: str) -> list[int]:
@@ -95,7 +108,7 @@ def representatives(name: str) -> list[int]:
     config = config_of(ALL_LAYOUTS[name], world)
     axes = axis_groups(world, **config.axis_sizes)
     own = {axis: next(ranks for ranks in axes[axis] if 0 in ranks) for axis in AXES}
-    ends = (own[axis][-1] for axis in ("tp", "sp", "ep", "dp"))
+    ends = (own[axis][-1] for axis in ("tp", "cp", "ulysses", "ep", "dp"))
     return sorted({0, *own["pp"], *ends})
 
 
@@ -131,9 +144,9 @@ def test_a_step_sends_no_more_bytes_than_planned(name: str, outcomes: JobResults
     dp_size = config.parallel.data_parallel_size(world)
     run = PlannedRun.of(config, memory_inputs(config, dp_size, "cpu"))
     (found,) = outcomes.of(name)
-    for pp_rank, rows in found.values():
+    for place, rows in found.values():
         planned: Counter[str] = Counter()
-        for each in step_traffic(run, pp_rank):
+        for each in step_traffic(run, *place):
             if each.size > NEGLIGIBLE * each.messages:
                 planned[each.operation] += each.size
         sent: Counter[str] = Counter()
@@ -156,12 +169,12 @@ def golden() -> dict[str, str]:
     return {block.partition(" on ")[0].removeprefix("# "): block for block in blocks}
 
 
-def table_of(name: str, found: dict[int, tuple[int, Rows]]) -> str:
+def table_of(name: str, found: dict[int, tuple[Place, Rows]]) -> str:
     """What the first rank of each stage sends, one line for each message or repeated block."""
     lines = [f"# {name} on {WORLDS[name]} ranks"]
     stages: dict[int, Rows] = {}
-    for _, (pp_rank, rows) in sorted(found.items()):
-        stages.setdefault(pp_rank, rows)
+    for _, (place, rows) in sorted(found.items()):
+        stages.setdefault(place.pp_rank, rows)
     for pp_rank, rows in stages.items():
         lines += [f"stage {pp_rank}"] * (len(stages) > 1)
         lines += [f"  {line}" for line in folded([described(*row) for row in rows])]
@@ -175,15 +188,19 @@ def described(message: Message, axis: str) -> str:
 
 def folded(lines: list[str]) -> list[str]:
     """Lines in which repeated blocks are written once, with their number."""
-    out, at = [], 0
+    out = []
+    at = 0
     while at < len(lines):
-        length, times = 1, 1
+        length = 1
+        times = 1
         for size in range(1, (len(lines) - at) // 2 + 1):
-            block, number = lines[at : at + size], 1
+            block = lines[at : at + size]
+            number = 1
             while lines[at + number * size : at + (number + 1) * size] == block:
                 number += 1
             if number > 1 and size * (number - 1) > length * (times - 1):
-                length, times = size, number
+                length = size
+                times = number
         block = lines[at : at + length]
         if times == 1 or length == 1:
             out.append(f"{times} x {block[0]}" if times > 1 else block[0])

@@ -6,13 +6,19 @@ random numbers. Inductor's own numbers are compared between stored and recompute
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
+from deepspeed.accelerator import get_accelerator
+from torch import nn
 from torch._inductor import config as inductor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.dist import parity_cases
 from tests.dist.compare import differences
+from tests.dist.engine_harness import Meshes
 from tests.dist.parity_cases import Case
 from tests.dist.rank_jobs import (
     Job,
@@ -31,6 +37,29 @@ FOLDED = {"parallel": {"pipeline_schedule": "dualpipev"}}
 TWO_STAGES = Case(2, 1, 1, 4, "learned", "adamw", FOLDED, pp=2)
 STAGED_MODEL = {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.2}
 WITH_DROPOUT = Case(2, 1, 2, 1, "latent", "adamw")
+MOE = {"num_experts": (4,), "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 24}
+EXPERTS = Case(2, 1, 1, 1, "swiglu", "adamw", {"moe": MOE}, ep=2)
+LAYOUTS = {
+    "experts": EXPERTS,
+    "ulysses": Case(2, 1, 1, 1, "learned", "adamw", sp=2),
+    "ulysses with experts": Case(2, 1, 1, 1, "swiglu", "adamw", {"moe": MOE}, sp=2),
+    "sequence-parallel": Case(
+        2, 1, 2, 1, "learned", "adamw", {"parallel": {"sequence_parallel": True}}
+    ),
+    "zero3 with tensor parallelism": Case(2, 3, 2, 1, "gqa", "adamw"),
+    "zero3": ZERO3,
+}
+LOSS_GRAPHS = 3
+"""Softmax, and the products with the gradients of the hidden states and of the weight."""
+LAYER_GRAPHS = {
+    # Before attention, after it, after the experts; their activation, and the shared expert.
+    "experts": 5,
+    "ulysses": 2,  # before and after attention
+    "ulysses with experts": 5,
+    "sequence-parallel": 1,
+    "zero3 with tensor parallelism": 1,
+    "zero3": 1,
+}
 
 
 def job(case: Case, compiled: bool, probe: Any = None, **changes: Any) -> Job:
@@ -57,6 +86,40 @@ def of_one_process() -> Jobs:
     )
 
 
+def of_layout(name: str, case: Case) -> Jobs:
+    probe = expect_release if case is ZERO3 else None
+    return Jobs((f"{name}-{compiled}", job(case, compiled, probe)) for compiled in (True, False))
+
+
+def expect_release(engine: Any) -> None:
+    """No layer keeps what ZeRO-3 has gathered for it until the backward pass."""
+    gathered: list[StorageWeakRef] = []
+
+    def note(block: nn.Module, _: Any) -> None:
+        gathered.extend(StorageWeakRef(each.untyped_storage()) for each in block.parameters())
+
+    def check(*_: Any) -> None:
+        assert gathered
+        assert all(storage.expired() for storage in gathered)
+        for hook in hooks:
+            hook.remove()
+
+    model = engine.module
+    hooks = [block.register_forward_pre_hook(note) for block in model.blocks()]
+    hooks.append(model.final_norm.register_forward_pre_hook(check))
+
+
+def by_default(training: Job, meshes: Meshes) -> Any:
+    """A training as on an accelerator with Triton, without `--compile`."""
+    accelerator = type(get_accelerator())
+    with mock.patch.object(accelerator, "is_triton_supported", return_value=True):
+        return training(meshes)
+
+
+def expect_compiled_layers(engine: Any) -> None:
+    assert engine.module.has_compiled_layers
+
+
 def proofs() -> Jobs:
     """The jobs of two ranks that `make test` leaves out."""
     jobs = Jobs(
@@ -64,8 +127,11 @@ def proofs() -> Jobs:
         for granularity in (None, "full")
     )
     jobs["stages"] = job(TWO_STAGES, True, use_torch_random_numbers, model=STAGED_MODEL)
-    # Last: eager ZeRO-3 leaves DeepSpeed's linear layer in torch.
-    jobs |= ((f"zero3-{compiled}", job(ZERO3, compiled)) for compiled in (True, False))
+    for name, case in LAYOUTS.items():
+        if case is not EXPERTS:
+            jobs |= of_layout(name, case)
+        default = partial(by_default, job(case, False, expect_compiled_layers))
+        jobs |= Jobs([(f"{name} by default", default)])
     return jobs
 
 
@@ -75,6 +141,7 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
         (f"selective-{compiled}", with_dropout("selective", compiled, use_torch_random_numbers))
         for compiled in (True, False)
     )
+    two |= of_layout("experts", EXPERTS)
     if not has_proofs(request):
         return run_by_world({2: two})
     two |= proofs()
@@ -99,14 +166,47 @@ PROOFS = ("one-True", "own-None", "own-full", "stages")
     "name", ["selective-True", *(pytest.param(n, marks=pytest.mark.proof) for n in PROOFS)]
 )
 def test_there_is_no_graph_break(name: str, outcomes: JobResults) -> None:
-    """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs.
-
-    Claim (precision): compiled layers are complete graphs, with attention dropout too, except where
-    DeepSpeed's hooks gather parameters (ZeRO 3)
-    """
+    """Claim (precision): compiled layers have no graph breaks, with attention dropout too"""
     for run in outcomes.of(name):
         assert run.notes["compiled"] > 0
         assert run.notes["graph breaks"] == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if case is EXPERTS else pytest.param(name, marks=pytest.mark.proof)
+        for name, case in LAYOUTS.items()
+    ],
+)
+def test_layers_are_compiled_around_exchanges(name: str, outcomes: JobResults) -> None:
+    """The sums of tensor parallelism are in the graphs; what gathers parameters is between them.
+
+    Claim (precision): `--compile` equals eager execution with experts, DeepSpeed-Ulysses, ZeRO 3
+    and tensor parallelism, and all layers share one graph, or two around attention, or those around
+    the experts, too
+    """
+    runs = outcomes.of(f"{name}-True")
+    assert_same(runs, assert_eager(outcomes.of(f"{name}-False")))
+    for run in runs:
+        assert run.notes["graph breaks"] == 0
+        assert run.notes["compiled"] == LAYER_GRAPHS[name] + LOSS_GRAPHS
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layers_of_each_layout_pass_their_trial(name: str, outcomes: JobResults) -> None:
+    """Experts' layers compile the activation of the experts, and what adds a shared expert, in the
+    first step.
+
+    Claim (precision): on a device with Triton, layers are compiled by default in all of these
+    layouts, after a trial with whose graphs the steps run
+    """
+    runs = outcomes.of(f"{name} by default")
+    for run, other in zip(runs, assert_eager(outcomes.of(f"{name}-False")), strict=True):
+        assert differences(run, other) == []
+        assert run.notes["graph breaks"] == 0
+        assert run.notes["compiled"] == (2 if LAYER_GRAPHS[name] > 2 else 0)
 
 
 @pytest.mark.proof
@@ -118,12 +218,6 @@ def test_one_process_matches_eager(outcomes: JobResults) -> None:
 @pytest.mark.proof
 def test_stages_match_one_eager_process(outcomes: JobResults) -> None:
     assert_same(outcomes.of("stages"), outcomes.of("one-False") * 2)
-
-
-@pytest.mark.proof
-def test_zero3_matches_eager(outcomes: JobResults) -> None:
-    """Claim (precision): and under ZeRO 3"""
-    assert_same(outcomes.of("zero3-True"), assert_eager(outcomes.of("zero3-False")))
 
 
 def test_tensor_parallel_recomputed_dropout_matches_eager(outcomes: JobResults) -> None:

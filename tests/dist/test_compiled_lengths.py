@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention.packed import PackingOptions, VarlenKernel
-from tests.unit.model.dense import build_model, computed_by, dense_varlen
+from megatron_ds.model.kernels.compilation import compile_layers
+from tests.unit.model.dense import build_model, computed_by, dense_varlen, documents_of
 from tests.unit.model.test_packed_attention import CONFIG
 
 LENGTHS = (8, 12, 24)
@@ -44,11 +45,13 @@ def graphs(positions: str, packing: PackingOptions | None, kernel: Any) -> list[
         activation="swiglu",
     )
     model = build_model(config, packing=packing, attention=computed_by(kernel, config))
-    model.compile_layers(lengths_vary=True)
-    before, found = counters["stats"]["unique_graphs"], []
+    compile_layers(model, lengths_vary=True)
+    before = counters["stats"]["unique_graphs"]
+    found = []
     for length in LENGTHS:
         tokens_BS = torch.arange(2 * length).view(2, length) % 32
-        model(tokens_BS, tokens_BS).loss_sum.backward()
+        documents = documents_of(model, tokens_BS, EOD)
+        model(tokens_BS, tokens_BS, documents=documents).loss_sum.backward()
         found.append(counters["stats"]["unique_graphs"] - before)
     return found
 
@@ -67,8 +70,8 @@ def assert_traced_twice(found: list[int]) -> None:
     [
         ("rope", None, None),
         pytest.param("alibi", None, None, marks=pytest.mark.proof),
-        ("rope", PackingOptions(EOD, True, True), None),
-        ("rope", PackingOptions(EOD, True, True), VarlenKernel(dense_varlen)),
+        ("rope", PackingOptions(True, True), None),
+        ("rope", PackingOptions(True, True), VarlenKernel(dense_varlen)),
     ],
 )
 def test_two_traces_serve_all_lengths(
@@ -80,11 +83,13 @@ def test_two_traces_serve_all_lengths(
 
 def test_two_traces_serve_all_numbers_of_documents() -> None:
     attention = computed_by(VarlenKernel(dense_varlen), CONFIG)
-    model = build_model(CONFIG, packing=PackingOptions(EOD, False, True), attention=attention)
-    model.compile_layers()
-    before, found = counters["stats"]["unique_graphs"], []
-    for documents in (10, 20, 40, 60):
+    model = build_model(CONFIG, packing=PackingOptions(False, True), attention=attention)
+    compile_layers(model)
+    before = counters["stats"]["unique_graphs"]
+    found = []
+    for bound in (10, 20, 40, 60):
         tokens_BS = torch.zeros((2, CONFIG.seq_length), dtype=torch.int64)
-        model(tokens_BS, tokens_BS, max_documents=documents).loss_sum.backward()
+        documents = documents_of(model, tokens_BS, EOD, bound)
+        model(tokens_BS, tokens_BS, documents=documents).loss_sum.backward()
         found.append(counters["stats"]["unique_graphs"] - before)
     assert_traced_twice(found)

@@ -23,8 +23,10 @@ from torch import nn
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.files.full_weights import lazy_full_weights
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, read_manifest, read_run
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.conversion.native import source_of
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
@@ -176,7 +178,8 @@ def test_experts_in_half_precision_have_the_norm_of_one_process(
 
 def skip(case: Case, meshes: Meshes) -> tuple[bool, bool, bool]:
     """Whether a step is skipped, the weights kept, and the next step applied."""
-    config, (plan, *_) = config_of(case), plans_of(case)
+    config = config_of(case)
+    plan, *_ = plans_of(case)
     mesh = meshes.of(config.parallel)
     engine = build(config, mesh)
     before = full_weights(engine, mesh)
@@ -211,7 +214,8 @@ def test_a_nonfinite_gradient_of_an_expert_skips_the_step_on_all_ranks(
 def use_one_expert(case: Case, meshes: Meshes) -> tuple[Run, list[list[bool]]]:
     """One step in which every token selects the same experts; and whether each expert then has a
     gradient, by parameter."""
-    config, plans = config_of(case), plans_of(case)[:1]
+    config = config_of(case)
+    plans = plans_of(case)[:1]
     found: list[list[bool]] = []
 
     def probe(engine: Any) -> None:
@@ -234,7 +238,8 @@ def test_experts_without_tokens_have_zero_gradients(name: str, results: JobResul
     experts without tokens have gradients of zeros
     """
     config = config_of(EVERYTHING[name])
-    size, topk = config.moe.experts, config.moe.moe_router_topk
+    size = config.moe.experts
+    topk = config.moe.moe_router_topk
     for run, found in results.of(f"unused {name}"):
         assert found
         assert all(sum(used) == topk for used in found)
@@ -251,8 +256,10 @@ def resume(case: Case, folder: str, meshes: Meshes) -> dict[str, Any]:
     for _ in range(2):
         first.step()
     engine = first.engine
-    manager = CheckpointManager(config, mesh, lambda _: None, CollectiveIO())
-    manager.save(engine, first.state)
+    folders = RunFolders.local(options)
+    run = RunCheckpoints(config, mesh, lambda _: None, CollectiveIO(), folders)
+    manager = CheckpointManager(run)
+    manager.saving.save(engine, first.state)
     seen = {"own": full_weights(engine, mesh), "loss": evaluate(first)}
     seen["recorded sizes"] = [partition.size for partition in engine.partitions()]
     seen["sizes"] = [
@@ -260,10 +267,10 @@ def resume(case: Case, folder: str, meshes: Meshes) -> dict[str, Any]:
     ]
     seen["continued"] = last_step(first)
 
-    found = manager.select()
+    found = manager.restoring.select()
     assert found is not None
     second = Training(config, mesh, STEPS)
-    second.state = manager.load(second.engine, found)
+    second.state = manager.restoring.load(second.engine, found)
     second.batches = batches_of(config, mesh, SAMPLES, second.state.consumed_samples)
     seen["loaded"] = full_weights(second.engine, mesh)
     seen["resumed"] = last_step(second)
@@ -311,7 +318,8 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
 ) -> None:
     """Claim (parallel): a checkpoint has every expert once, and a resumed run continues bit for
     bit"""
-    (first, *_) = seen = results.of(f"resume {name}")
+    seen = results.of(f"resume {name}")
+    (first, *_) = seen
     path: Path = first["folder"]
     assert check_names(path) is None
     case = EVERYTHING[name]

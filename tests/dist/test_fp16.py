@@ -19,7 +19,8 @@ STEPS = 14
 OVERFLOWS = (1, 2, 3, 8, 9, 13)
 """Steps in which one rank's gradient is corrupted. No other step overflows: at the highest scale
 reached, 2^12, gradients of up to 16 are representable."""
-FIRST_SCALE, WINDOW = 2.0**10, 2
+FIRST_SCALE = 2.0**10
+WINDOW = 2
 LAYOUTS = [(1, 2), (2, 1), (3, 2)]
 """ZeRO stage and tensor-parallel size; `test_layouts.py` has all pairs."""
 OPTIMIZER_OF = {1: "adamw", 2: "muon", 3: "soap"}
@@ -42,7 +43,9 @@ def train_with_overflows(stage: int, tp: int, meshes: dict[int, Mesh]) -> dict[s
     case = case_of(stage, tp, OPTIMIZER_OF[stage])
     config = config_of(case, precision=precision, schedule=RATES)
     run = Training(config, meshes[tp], STEPS)
-    results, changed, applied = [], [], []
+    results = []
+    changed = []
+    applied = []
     for step in range(1, STEPS + 1):
         if step in OVERFLOWS:
             result, names = run.corrupted_step(math.inf)
@@ -80,7 +83,9 @@ def expected_scales(skipped: list[bool], hysteresis: int) -> list[float]:
     An overflow halves the scale once the hysteresis is used up. The scale doubles with every
     WINDOW-th good step after the first good one, which also restores the hysteresis.
     """
-    scale, hysteresis_left, good = FIRST_SCALE, hysteresis, 0
+    scale = FIRST_SCALE
+    hysteresis_left = hysteresis
+    good = 0
     scales = []
     for step, overflow in enumerate(skipped):
         if overflow:
@@ -93,7 +98,8 @@ def expected_scales(skipped: list[bool], hysteresis: int) -> list[float]:
             good += 1
             since = good - 1 if any(skipped[:step]) else good
             if since > 0 and since % WINDOW == 0:
-                scale, hysteresis_left = scale * 2, hysteresis
+                scale = scale * 2
+                hysteresis_left = hysteresis
         scales.append(scale)
     return scales
 

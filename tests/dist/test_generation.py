@@ -18,7 +18,8 @@ Texts = dict[str, list[list[int]]]
 
 def generate_all(rank: int) -> tuple[Texts, Texts]:
     """Texts of this rank as one of two, and alone."""
-    pair, alone = Mesh.build(tp_size=2), Mesh.single()
+    pair = Mesh.build(tp_size=2)
+    alone = Mesh.single()
     texts: tuple[Texts, Texts] = ({}, {})
     for kind in KINDS:
         for found, mesh in zip(texts, (pair, alone), strict=True):
@@ -39,7 +40,7 @@ def compare_logits(kind: str, pair: Mesh, alone: Mesh) -> None:
     tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         models = (model_of(kind, mesh, init_method_std=0.1) for mesh in (pair, alone))
-        last, expected = (each.logits(each(tokens, hidden_only=True)[-1:]) for each in models)
+        last, expected = (each.logits(each.hidden(tokens)[-1:]) for each in models)
     torch.testing.assert_close(last, expected, rtol=1e-5, atol=1e-5)
 
 

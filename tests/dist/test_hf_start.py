@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
@@ -92,7 +94,9 @@ def train(rank: int, folder: str) -> None:
             losses.append(float(result.loss))
             state = state.advance(plan, result)
             if state.iteration == 1:
-                CheckpointManager(config, mesh, lambda _: None, CollectiveIO()).save(engine, state)
+                folders = RunFolders.local(config.checkpoint)
+                run = RunCheckpoints(config, mesh, lambda _: None, CollectiveIO(), folders)
+                CheckpointManager(run).saving.save(engine, state)
         torch.save(losses, save / f"losses.{rank}")
         engine._engine.destroy()
 
@@ -114,12 +118,14 @@ def test_a_model_is_trained_and_exported_on_every_layout(tmp_path: Path) -> None
     run_ranks(train, WORLD, str(tmp_path), timeout=400.0)
 
     for number, layout in enumerate(LAYOUTS):
-        saved, export = tmp_path / str(number), tmp_path / f"export-{number}"
+        saved = tmp_path / str(number)
+        export = tmp_path / f"export-{number}"
         write_hf(open_native(saved), export, WriteOptions(hf_model_type="llama"))
         exported = load_strictly(export)
         assert exported.config.max_position_embeddings == model.config.max_position_embeddings
         assert exported.generation_config.eos_token_id == [1, 2]
-        second, error = loss_of(export, BATCHES[1]), 2e-2 if layout[3] else 1e-5
+        second = loss_of(export, BATCHES[1])
+        error = 2e-2 if layout[3] else 1e-5
         for rank in range(WORLD):
             losses = torch.load(saved / f"losses.{rank}")
             assert losses == pytest.approx([first, second], rel=error), (layout, rank)

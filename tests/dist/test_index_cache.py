@@ -51,7 +51,8 @@ def start_server(root: Path, data: list[str]) -> Iterator[Ask]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    stdin, stdout = process.stdin, process.stdout
+    stdin = process.stdin
+    stdout = process.stdout
 
     def ask(**request: Any) -> Answers:
         marks = Path(tempfile.mkdtemp(dir=root))

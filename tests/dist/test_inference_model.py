@@ -49,11 +49,13 @@ def answers(scorer: Scorer) -> tuple[list[float], list[list[int]]]:
 def compare(rank: int) -> None:
     meshes = engine_harness.prepare()
     for case in CASES:
-        config, name = config_of(case), case.name
+        config = config_of(case)
+        name = case.name
         mesh = meshes.of(config.parallel)
         engine = engine_harness.build(config, mesh)
         moe = dataclasses.replace(config.moe, moe_token_dropping=False)
-        rng, seed = RngStreams(0, torch.device("cpu")), config.runtime.seed
+        rng = RngStreams(0, torch.device("cpu"))
+        seed = config.runtime.seed
         alone = GPTModel(config.model, mesh=Mesh.single(), rng=rng, seed=seed, moe=moe).eval()
         expected = answers(Scorer(alone, Mesh.single(), batch_size=8))
         before = attributes(engine.module)
@@ -68,7 +70,7 @@ def compare(rank: int) -> None:
 
 def attributes(model: Any) -> list[Any]:
     """What the context changes, of all modules."""
-    names = ("group", "sp_group", "_sp", "moe", "attention", "positions")
+    names = ("group", "sequence_group", "_sp", "moe", "attention", "positions")
     values = [getattr(each, name, None) for each in model.modules() for name in names]
     groups = [copy.copy(value) if isinstance(value, Group) else value for value in values]
     return [*groups, model.router_log.keeps_all_tokens]

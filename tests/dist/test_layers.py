@@ -36,7 +36,9 @@ from tests.dist.engine_harness import full_tensor
 from tests.distributed import RankError, run_ranks
 from tests.problems import raises_problem
 
-VOCAB, PADDED, HIDDEN = 21, 32, 8  # with 4 ranks the last one holds nothing but padding
+VOCAB = 21
+PADDED = 32
+HIDDEN = 8  # with 4 ranks the last one holds nothing but padding
 
 
 def draw(shape: tuple[int, ...]) -> torch.Tensor:
@@ -75,7 +77,8 @@ def close(actual: torch.Tensor | None, expected: torch.Tensor | None) -> None:
 
 
 def check_collectives(group: Group) -> None:
-    size, rank = group.size, group.rank
+    size = group.size
+    rank = group.rank
     ranks = torch.arange(1.0, size + 1)
     part = leaf(3, 4)
     gathered = gather_from_group(part * ranks[rank], group)
@@ -92,17 +95,21 @@ def check_collectives(group: Group) -> None:
 
 
 def check_linear(group: Group) -> None:
-    single, x_shape = Mesh.single().tp, (5, 3, HIDDEN)
+    single = Mesh.single().tp
+    x_shape = (5, 3, HIDDEN)
     for sections, bias in (((8, 4, 4), True), ((12,), False)):
         inner = sum(sections)
         spec = ShardSpec(2, sections)
-        rows, columns = ShardSpec(0, sections), ShardSpec(1, (inner,))
+        rows = ShardSpec(0, sections)
+        columns = ShardSpec(1, (inner,))
         weights = list(linear_weights("", (inner, HIDDEN), rows, bias=bias, std=1.0))
         column, one_column = (
             ColumnParallelLinear(*weights, group=g, init=DRAWS) for g in (group, single)
         )
-        x, one_x = leaf(*x_shape), leaf(*x_shape)
-        y, one_y = column(x), one_column(one_x)
+        x = leaf(*x_shape)
+        one_x = leaf(*x_shape)
+        y = column(x)
+        one_y = one_column(one_x)
         close(y, take_shard(one_y, spec, group.rank, group.size))
         y.square().sum().backward()
         one_y.square().sum().backward()
@@ -116,7 +123,8 @@ def check_linear(group: Group) -> None:
                 layer.bias.data.fill_(0.5)
         one_x = leaf(5, 3, inner)
         x = one_x.detach().chunk(group.size, dim=-1)[group.rank].clone().requires_grad_()
-        y, one_y = row(x), one_row(one_x)
+        y = row(x)
+        one_y = one_row(one_x)
         close(y, one_y)
         y.square().sum().backward()
         one_y.square().sum().backward()
@@ -145,7 +153,8 @@ def check_embedding(group: Group) -> None:
 
 def check_partial_gradients(group: Group) -> None:
     """A vector that acts on this rank's heads has the gradient of all heads, and counts once."""
-    x, single = draw((4 * group.size, 3)), Mesh.single().tp
+    x = draw((4 * group.size, 3))
+    single = Mesh.single().tp
     part = x.chunk(group.size)[group.rank]
     for when, in_sequence in itertools.product(Partial, (False, True)):
         ranks = dataclasses.replace(group, sequence_parallel=in_sequence)
@@ -175,7 +184,8 @@ def compare_cross_entropy(group: Group, compute: Callable[..., torch.Tensor]) ->
     table = F.pad(draw((VOCAB, HIDDEN)), (0, 0, 0, PADDED - VOCAB), value=3.0)
     labels = torch.arange(VOCAB).repeat(2)
     for weights in (None, (torch.arange(2 * VOCAB) % 3).float()):
-        x, one_x = leaf(2 * VOCAB, HIDDEN), leaf(2 * VOCAB, HIDDEN)
+        x = leaf(2 * VOCAB, HIDDEN)
+        one_x = leaf(2 * VOCAB, HIDDEN)
         spread = 10.0  # large logits: the maximum over all ranks must be subtracted
         part = torch.nn.Parameter(table.chunk(group.size)[group.rank].clone())
         one_table = table.clone().requires_grad_()
@@ -231,7 +241,7 @@ def check_mesh(rank: int) -> None:
     assert pipelined.model.rank == rank
     assert mesh.model.handle is mesh.tp.handle
     assert mesh.dp.handle is mesh.expert_dp.handle
-    assert mesh.pp.handle is mesh.sp.handle is mesh.ep.handle
+    assert mesh.pp.handle is mesh.ulysses.handle is mesh.ep.handle
     sums = all_gather(torch.tensor([float(rank)]), mesh.dp).sum()
     assert sums == sum(mesh.dp.ranks)
 

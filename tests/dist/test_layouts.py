@@ -32,14 +32,21 @@ from tests.dist.rank_jobs import Job, JobResults, Jobs, run_by_world, selected, 
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run
 from tests.problems import codes
+from tests.proofs.cases import with_proofs
 from tests.tables import UniqueNames
 
-STEPS, RANDOM_STEPS = 3, 2
-"""Of a run in `make test`, and of one that is drawn; `layouts.STEPS` is that of the proofs."""
-COUNT, SEED = 30, 7
-"""Layouts that are drawn and run, and the seed of the draw."""
-EXACT_GAP, HALF_GAP = 1e-5, 0.1
-"""By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
+STEPS = 3
+"""Steps of a run in `make test`; proofs have `layouts.STEPS`."""
+RANDOM_STEPS = 2
+"""Steps of a run that is drawn."""
+COUNT = 30
+"""Layouts that are drawn and run."""
+SEED = 7
+"""Seed of the draw."""
+EXACT_GAP = 1e-5
+"""By how much rounding to fp32 may lower the score of a chosen expert."""
+HALF_GAP = 0.1
+"""By how much rounding to half precision may lower it; scores differ by about 0.5."""
 COVERING = UniqueNames((name_of(run), run) for run in layouts.covering())
 BASIC = set(map(name_of, layouts.basic()))
 """The runs of `make test`."""
@@ -95,7 +102,8 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
 
 def check(stepped: Stepped, outcomes: JobResults) -> list[str]:
     """What differs from one process on any rank."""
-    name, run = stepped.name, stepped.run
+    name = stepped.name
+    run = stepped.run
     results = outcomes.of(stepped.key)
     is_exact = run["precision"] == "fp32"
 
@@ -194,10 +202,11 @@ def test_random_layouts_equal_one_process(outcomes: JobResults) -> None:
     assert list(itertools.chain(*found)) == []
 
 
-def test_command_line_accepts_what_the_matrix_accepts() -> None:
+@pytest.mark.parametrize("count", with_proofs([100, 300], [300]))
+def test_command_line_accepts_what_the_matrix_accepts(count: int) -> None:
     """Claim (parallel): the command line accepts exactly the layouts that the matrix accepts"""
     known = {rule.code for rule in support_matrix.RULES}
-    for run in layouts.random_runs(SEED, 300, accepted=False):
+    for run in layouts.random_runs(SEED, count, accepted=False):
         config, problems = layouts.configure(run)
         accepted = not support_matrix.broken_rules(support_matrix.layout_of(config))
         assert accepted == known.isdisjoint(codes(problems)), name_of(run)

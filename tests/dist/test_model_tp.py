@@ -20,9 +20,6 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import shard_spec, take_shard
 from tests.dist.engine_harness import full_tensor
 from tests.distributed import run_ranks
-from tests.tables import tables
-
-TABLES = tables(__file__)
 
 VOCAB = 90  # of 96 padded rows at sizes 1 and 2
 
@@ -49,7 +46,17 @@ def combinations() -> list[dict[str, Any]]:
     return chosen
 
 
-SHAPE: dict[str, Any] = TABLES["shape"]
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 24,
+    "kv_channels": 8,
+    "ffn_hidden_size": 40,
+    "seq_length": 12,
+    "vocab_size": 90,
+    "make_vocab_size_divisible_by": 48,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
 
 
 def build(options: dict[str, Any], mesh: Mesh) -> GPTModel:
@@ -72,11 +79,14 @@ def compare_with_one_process(rank: int) -> None:
     mesh = Mesh.build(tp_size=2)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCAB, (3, 13), generator=generator)
-    tokens[0, 0], tokens[-1, -1] = VOCAB - 1, 0
+    tokens[0, 0] = VOCAB - 1
+    tokens[-1, -1] = 0
     mask = (torch.rand(3, 12, generator=generator) > 0.3).float()
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    labels = tokens[:, 1:]
     for options in combinations():
-        one, sharded = build(options, Mesh.single()), build(options, mesh)
+        one = build(options, Mesh.single())
+        sharded = build(options, mesh)
         reference = dict(one.named_parameters())
         for name, param in sharded.named_parameters():
             assert torch.equal(full_tensor(param.detach(), param, mesh.tp), reference[name]), (
@@ -93,7 +103,8 @@ def compare_with_one_process(rank: int) -> None:
             expected.backward()
             loss.backward()
             for name, param in sharded.named_parameters():
-                want, grad = reference[name].grad, param.grad
+                want = reference[name].grad
+                grad = param.grad
                 assert want is not None
                 assert grad is not None
                 error = (full_tensor(grad, param, mesh.tp) - want).norm() / want.norm()

@@ -35,48 +35,86 @@ from tests.dist.rerun_harness import Fault, take_steps
 from tests.tables import tables
 
 LAYOUTS = [
-    *(Layout("fp32", 0, 1), Layout("bf16", 2, 2), Layout("bf16", 1, 1, pp=2)),
-    *(Layout("fp32", 1, 1, ulysses=2, rank=0), Layout("bf16", 3, 1, offload=True)),
+    Layout("fp32", 0, 1),
+    Layout("bf16", 2, 2),
+    Layout("bf16", 1, 1, pp=2),
+    Layout("fp32", 1, 1, ulysses=2, rank=0),
+    Layout("bf16", 3, 1, offload=True),
 ]
 PROOFS = [
-    *(Layout("fp32", 1, 2), Layout("bf16", 3, 1), Layout("bf16", 2, 1, ep=2)),
-    *(Layout("fp32", 0, 2), Layout("fp32", 2, 1), Layout("fp32", 3, 2), Layout("bf16", 1, 1)),
-    *(Layout("bf16", 3, 2, True), Layout("fp32", 0, 1, pp=2, rank=0)),
-    *(Layout("bf16", 3, 1, ulysses=2), Layout("fp32", 1, 1, ep=2)),
-    *(Layout("bf16", 1, 1, pp=2, offload=True), Layout("bf16", 2, 2, offload=True)),
+    Layout("fp32", 1, 2),
+    Layout("bf16", 3, 1),
+    Layout("bf16", 2, 1, ep=2),
+    Layout("fp32", 0, 2),
+    Layout("fp32", 2, 1),
+    Layout("fp32", 3, 2),
+    Layout("bf16", 1, 1),
+    Layout("bf16", 3, 2, True),
+    Layout("fp32", 0, 1, pp=2, rank=0),
+    Layout("bf16", 3, 1, ulysses=2),
+    Layout("fp32", 1, 1, ep=2),
+    Layout("bf16", 1, 1, pp=2, offload=True),
+    Layout("bf16", 2, 2, offload=True),
     Layout("fp32", 2, 1, offload=True),
 ]
 """With them, every supported pair of precision, ZeRO stage and tensor-parallel size."""
-SPIKES = [*(Layout("fp32", 2, 2, True), Layout("fp16", 3, 2)), Layout("bf16", 1, 1, ep=2, rank=0)]
+SPIKES = [Layout("fp32", 2, 2, True), Layout("fp16", 3, 2), Layout("bf16", 1, 1, ep=2, rank=0)]
 SPIKE_PROOFS = [
-    *(Layout("fp32", 0, 2), Layout("bf16", 1, 1, pp=2)),
-    *(Layout("fp32", 1, 1), Layout("bf16", 3, 1), Layout("fp32", 0, 1, pp=2)),
-    *(Layout("fp32", 2, 1, ep=2), Layout("fp16", 1, 1, offload=True), Layout("bf16", 1, 2)),
-    *(Layout("fp32", 2, 1, ulysses=2), Layout("bf16", 3, 1, offload=True)),
+    Layout("fp32", 0, 2),
+    Layout("bf16", 1, 1, pp=2),
+    Layout("fp32", 1, 1),
+    Layout("bf16", 3, 1),
+    Layout("fp32", 0, 1, pp=2),
+    Layout("fp32", 2, 1, ep=2),
+    Layout("fp16", 1, 1, offload=True),
+    Layout("bf16", 1, 2),
+    Layout("fp32", 2, 1, ulysses=2),
+    Layout("bf16", 3, 1, offload=True),
 ]
 COPIES = [
-    *(Layout("fp32", 0, 2), Layout("fp32", 1, 2, True, experts=2), Layout("bf16", 1, 2)),
-    *(Layout("fp32", 2, 2, offload=True), Layout("bf16", 3, 2), Layout("fp32", 1, 1, pp=2)),
+    Layout("fp32", 0, 2),
+    Layout("fp32", 1, 2, True, experts=2),
+    Layout("bf16", 1, 2),
+    Layout("fp32", 2, 2, offload=True),
+    Layout("bf16", 3, 2),
+    Layout("fp32", 1, 1, pp=2),
     Layout("bf16", 2, 1, ep=2),
 ]
 COPY_PROOFS = [
-    *(Layout("fp32", 2, 2), Layout("fp32", 3, 2, True, experts=2), Layout("fp32", 1, 1)),
-    *(Layout("bf16", 1, 2, True, experts=2), Layout("bf16", 2, 2), Layout("fp16", 1, 2)),
-    *(Layout("fp16", 3, 2), Layout("fp32", 3, 2, offload=True), Layout("fp32", 0, 1, pp=2)),
-    *(Layout("bf16", 1, 1, pp=2), Layout("bf16", 1, 1, pp=2, offload=True)),
+    Layout("fp32", 2, 2),
+    Layout("fp32", 3, 2, True, experts=2),
+    Layout("fp32", 1, 1),
+    Layout("bf16", 1, 2, True, experts=2),
+    Layout("bf16", 2, 2),
+    Layout("fp16", 1, 2),
+    Layout("fp16", 3, 2),
+    Layout("fp32", 3, 2, offload=True),
+    Layout("fp32", 0, 1, pp=2),
+    Layout("bf16", 1, 1, pp=2),
+    Layout("bf16", 1, 1, pp=2, offload=True),
     Layout("fp32", 1, 1, ulysses=2),
-    *(Layout("fp32", 1, 2, rank=3, world=4), Layout("bf16", 1, 2, ep=2, rank=1, world=4)),
-    *(Layout("fp32", 2, 2, True, ep=2, rank=3, world=4), Layout("bf16", 3, 2, rank=3, world=4)),
-    *(Layout("fp32", 0, 2, rank=1, world=4), Layout("fp32", 1, 2, True, pp=2, rank=3, world=4)),
+    Layout("fp32", 1, 2, rank=3, world=4),
+    Layout("bf16", 1, 2, ep=2, rank=1, world=4),
+    Layout("fp32", 2, 2, True, ep=2, rank=3, world=4),
+    Layout("bf16", 3, 2, rank=3, world=4),
+    Layout("fp32", 0, 2, rank=1, world=4),
+    Layout("fp32", 1, 2, True, pp=2, rank=3, world=4),
 ]
 SHARDED = (
-    *("word.weight", "qkv.weight", "qkv.bias", "proj.weight", "fc_in.weight", "fc_in.bias"),
+    "word.weight",
+    "qkv.weight",
+    "qkv.bias",
+    "proj.weight",
+    "fc_in.weight",
+    "fc_in.bias",
     "fc_out.weight",
 )
 """Ends of the names of parameters that tensor-parallel ranks shard."""
 ON_DISK = pytest.param("disk", marks=pytest.mark.libaio)
-SIGMA, WINDOW = 50.0, 4
-FAULTS, FAULT_PROOFS = tables(__file__)["faults"], tables(__file__)["proofs"]
+SIGMA = 50.0
+WINDOW = 4
+FAULTS = tables(__file__)["faults"]
+FAULT_PROOFS = tables(__file__)["proofs"]
 
 
 @dataclass(frozen=True)
@@ -100,14 +138,16 @@ def train_with_skipped_step(
     meshes: Meshes,
 ) -> dict[str, Any]:
     """Good steps, one with a corrupted gradient, a good one, and a run that omits the corrupted."""
-    config, steps = layout.config(**optimizer), good_steps + 2
+    config = layout.config(**optimizer)
+    steps = good_steps + 2
     mesh = meshes.of(config.parallel)
     run = Training(config, mesh, steps)
     good = [run.step() for _ in range(good_steps)]
     before = full_weights(run.engine, mesh)
     has_moments = run.has_moments()
     skipped, changed = run.corrupted_step(value, layout.rank)
-    last, end = run.step(), full_weights(run.engine, mesh)
+    last = run.step()
+    end = full_weights(run.engine, mesh)
     run.close()
     results = [*good, skipped, last]
 
@@ -202,7 +242,8 @@ def check_skip(seen: dict[str, Any], good_steps: int) -> None:
     # The learning rate stays for the skipped step, and the data advances.
     (skipped_rate, last_rate), (expected_rate,) = seen["rates"]
     assert skipped_rate == last_rate == expected_rate
-    state, steps = seen["state"], good_steps + 1
+    state = seen["state"]
+    steps = good_steps + 1
     assert (state.applied_samples, state.consumed_samples) == (16 * steps, 16 * (steps + 1))
     assert state.skipped_iterations == 1
 
@@ -232,9 +273,6 @@ def test_every_value_of_every_rank_is_checked(layout: Layout, copies: JobResults
     assert len(results[0]) > 13
     for rank, seen in enumerate(results):
         intact = seen.pop("")
-        assert intact.applied
-        assert intact[1:] == (intact.changed, True, None, None)
-        assert intact.changed
         for name, copy in seen.items():
             first = name if rank == layout.rank else None
             assert copy[:4] == (False, [], False, first), name
@@ -246,6 +284,9 @@ def test_every_value_of_every_rank_is_checked(layout: Layout, copies: JobResults
                 differs, ranks = copy.differs
                 assert differs == name
                 assert ranks == [layout.rank] or (count == len(ranks) == 2 and layout.rank in ranks)
+        assert intact.applied
+        assert intact[1:] == (intact.changed, True, None, None)
+        assert intact.changed
 
 
 @pytest.mark.parametrize("layout", cases(SPIKES, SPIKE_PROOFS), ids=str)

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
+from megatron_ds.data.token_dataset import TokenDataset
 from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.data.validation import DataFiles
 from tests.proofs.cases import with_proofs
@@ -25,8 +25,12 @@ Sample = tuple[str, list[int]]
 ALL = list(itertools.product(("one file", "blend"), (1, 2, 4), (1, 2), (0, 2)))
 """Files, data-parallel size, micro-batch size and workers."""
 IN_MAKE_TEST = [
-    *(("one file", 1, 1, 0), ("one file", 2, 1, 2), ("one file", 4, 2, 0)),
-    *(("blend", 1, 2, 2), ("blend", 2, 2, 0), ("blend", 4, 1, 2)),
+    ("one file", 1, 1, 0),
+    ("one file", 2, 1, 2),
+    ("one file", 4, 2, 0),
+    ("blend", 1, 2, 2),
+    ("blend", 2, 2, 0),
+    ("blend", 4, 1, 2),
 ]
 """Every pair of values."""
 
@@ -40,7 +44,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]
             for size in np.random.default_rng(first).integers(3, 20, 40).tolist():
                 writer.add_documents(range(first, first + size), [size])
                 first += size
-    a, b = str(folder / "a"), str(folder / "b")
+    a = str(folder / "a")
+    b = str(folder / "b")
     return {"one file": (a,), "blend": ("2", a, "1", b)}
 
 
@@ -86,9 +91,9 @@ def read(path: tuple[str, ...], dp_size: int, micro: int, workers: int) -> list[
             for rank in ranks:
                 batch = next(rank)
                 for row in range(micro):
-                    assert batch.rows_BT is not None
+                    assert batch.samples is not None
                     samples.append(
-                        (data.sample_id(batch.position + row), batch.rows_BT[row].tolist())
+                        (data.sample_id(batch.position + row), batch.samples.ids[row].tolist())
                     )
         for rank in ranks:
             rank.close()
@@ -110,7 +115,8 @@ def test_order_is_the_same_for_any_layout_workers_and_resumes(
 def test_samples_are_distinct_and_shuffled(files: dict[str, tuple[str, ...]], kind: str) -> None:
     """Otherwise the comparison above would not detect a different order."""
     samples = in_order(files[kind])
-    ids, tokens = [name for name, _ in samples], [first for _, (first, *_) in samples]
+    ids = [name for name, _ in samples]
+    tokens = [first for _, (first, *_) in samples]
     assert len(set(ids)) == len(set(tokens)) == SAMPLES
     assert tokens != sorted(tokens)
     assert {token < 10_000 for token in tokens} == ({True} if kind == "one file" else {True, False})

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist import parity_cases
+from megatron_ds.config.options.optimizer_specs import NAMES
 from tests.dist.compare import differences, differing_bits, norm_of
-from tests.dist.parity_cases import Case, config_of, reference_of
+from tests.dist.parity_cases import OPTIMIZERS, Case, config_of, reference_of
 from tests.dist.rank_jobs import JobResults, Jobs, case_training, run_by_world, selected
 from tests.dist.reference import Run
 from tests.proofs.cases import with_proofs
@@ -30,10 +30,19 @@ TABLES = tables(__file__, tuple)
 REPEATED = "repeated"
 """The second run of the first case, after all others."""
 
-CASES = tuple(Case(**row) for row in TABLES["cases"])
+ROWS = tuple(Case(**row) for row in TABLES["cases"])
+NAMED = {OPTIMIZERS[case.optimizer].optimizer for case in ROWS}
+OF_MATRICES = tuple(
+    Case(world, stage, tp, accumulation, model, name)
+    for name in NAMES
+    if OPTIMIZERS[name].spec.matrices is not None and name not in NAMED
+    for world, stage, tp, accumulation, model in TABLES["of_matrices"]
+)
+"""Cases of the optimizers of matrices that no row has."""
+CASES = (*ROWS, *OF_MATRICES)
 SMOKE = CASES[:4]
 """One case of each ZeRO stage."""
-PROOFS = (CASES[4], *CASES[7:9], *CASES[11:13])
+PROOFS = (ROWS[4], *ROWS[7:9], *(case for case in OF_MATRICES if case.world == 2))
 ZERO3 = [case for case in CASES if case.stage == 3]
 EIGHT_BIT = [Case(2, stage, 1 + stage % 2, 4, "learned", "8-bit") for stage in range(4)]
 HPZ = Case(4, 3, 2, 1, "swiglu", "sgd")
@@ -98,7 +107,7 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     reference = reference_of(case.model, case.optimizer)
     undecided = sum(int(mask.sum()) for mask in reference.undecided.values())
     assert undecided < 0.01 * sum(weight.numel() for weight in reference.weights[0].values())
-    clip = parity_cases.OPTIMIZERS[case.optimizer].clip_grad
+    clip = OPTIMIZERS[case.optimizer].clip_grad
     if clip:
         assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
     moved = functools.partial(reference_of, case.model, case.optimizer)
@@ -133,9 +142,11 @@ def _error_of_first_step(run: Run, reference: Run) -> float:
     Relative to the tolerance: 1e-5 of the largest element, plus the rounding of both weights to
     fp32.
     """
-    rate, ratios = reference.rates[0], []
+    rate = reference.rates[0]
+    ratios = []
     for name, gradient in reference.gradients[0].items():
-        before, after = run.weights[0][name], run.weights[1][name]
+        before = run.weights[0][name]
+        after = run.weights[1][name]
         rounding = 2.0**-24 * (before.abs().max() + after.abs().max()).item() / rate
         allowed = 1e-5 * gradient.abs().max().item() + rounding
         ratios.append(((before - after) / rate - gradient).abs().max().item() / allowed)

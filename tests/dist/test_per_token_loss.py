@@ -14,6 +14,8 @@ import torch
 
 from megatron_ds.config import Config
 from megatron_ds.data.micro_batches import Batch
+from megatron_ds.data.sample import DocumentEnds
+from megatron_ds.data.token_dataset import SampleReading, TransformedDataset
 from tests.dist.compare import differences
 from tests.dist.engine_harness import build, prepare
 from tests.dist.parity_cases import Case, config_of, samples_of, train_alone
@@ -59,9 +61,13 @@ def evaluate_on_a_rank(rank: int, config: Config) -> tuple[float, float, float, 
     """Total and weight of two unequal micro-batches, and the same of one batch with both. Both are
     exact sums over the counted tokens, and so are the nats of unweighted losses."""
     engine = build(config, prepare()[2])
-    samples = samples_of(CASES[0])
-    rows = [samples.batch(first, count).int().numpy() for first, count in ((0, 2), (2, 2), (0, 4))]
-    batches = engine.device_batches(Batch(row, row.shape, 0, EOD) for row in rows)
+    ends = DocumentEnds(EOD, masks_loss=True)
+    data = TransformedDataset(samples_of(CASES[0]), [ends])
+    positions = (range(2), range(2, 4), range(4))
+    read = [SampleReading(data, chosen).finish() for chosen in positions]
+    batches = engine.device_batches(
+        Batch(samples, samples.ids.shape, 0, data.marks) for samples in read
+    )
     parts = [engine.eval_loss(batches, count) for count in (2, 1)]
     assert all(part.nats == part.total for part in parts)
     return tuple(float(value) for part in parts for value in part[:2])  # type: ignore[return-value]

@@ -74,7 +74,8 @@ def test_stages_equal_one_process(name: str, results: JobResults) -> None:
     tied and learned embeddings, loss per token, tensor and sequence parallelism, and documents
     """
     case = CASES[name]
-    config, reference = config_of(case), train_alone(case)
+    config = config_of(case)
+    reference = train_alone(case)
     size = None if "optimizer" in case.changes else case.micro_batch_size
     count = SAMPLES_PER_STEP // min(case.accumulation, 2)
     evaluations = [
@@ -96,11 +97,18 @@ def test_copies_of_a_tied_embedding_stay_equal_on_three_replicas() -> None:
     Claim (parallel): with pipeline stages on three replicas, both copies of a tied embedding and of
     its gradient are equal bit for bit after four steps
     """
-    steps, replicas = 4, 3
-    jobs, references = Jobs(), {}
+    steps = 4
+    replicas = 3
+    jobs = Jobs()
+    references = {}
     for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16")):
         case = Case(
-            *(2 * replicas, stage, 1, 1, "tied", "adamw"),
+            2 * replicas,
+            stage,
+            1,
+            1,
+            "tied",
+            "adamw",
             {
                 "schedule": {"micro_batch_size": 1, "global_batch_size": replicas},
                 "precision": {"bf16": precision == "bf16"},

@@ -48,7 +48,8 @@ TABLES = tables(__file__, tuple)
 NEGLIGIBLE = 60
 """Bytes of norms, flags, and the loads of experts."""
 MODEL: dict[str, Any] = TABLES["model"]
-LENGTH, VOCAB = MODEL["seq_length"], MODEL["vocab_size"]
+LENGTH = MODEL["seq_length"]
+VOCAB = MODEL["vocab_size"]
 LAYOUTS: dict[str, dict[str, Any]] = TABLES["layouts"]
 IN_MAKE_TEST = TABLES["in_make_test"]
 """Every axis, every ZeRO stage, both models and both precisions."""
@@ -94,8 +95,9 @@ def engine_and_step(config: Config, mesh: Mesh) -> tuple[ZeroEngine, Callable[[]
     return engine, lambda: engine.train_step(itertools.repeat(batch), plan)
 
 
-def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]]:
-    """The pipeline rank, and the bytes that it sends in a step by operation."""
+def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, int, dict[str, int]]:
+    """The pipeline and the context-parallel rank, and the bytes that it sends in a step by
+    operation."""
     del meshes
     config = config_of(LAYOUTS[name], 4)
     mesh = Mesh.build(**config.axis_sizes)
@@ -109,7 +111,7 @@ def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]
     for (operation, _), size in log.messages.items():
         sent[operation] += size
     engine._engine.destroy()
-    return mesh.pp.rank, dict(sent)
+    return mesh.pp.rank, mesh.cp.rank, dict(sent)
 
 
 SUMMED = TABLES["summed"]
@@ -138,8 +140,10 @@ class Summed(NamedTuple):
 def calls_after_norm(engine: ZeroEngine) -> Counter[str]:
     """Operations, but views, of the last step of a bf16 optimizer of ZeRO 1 after its norm."""
     calls: Counter[str] = Counter()
-    flat, optimizer = engine._steps.gradients, engine._engine.optimizer
-    measure, take_step = flat._measure, optimizer.step
+    flat = engine._steps.gradients
+    optimizer = engine._engine.optimizer
+    measure = flat._measure
+    take_step = optimizer.step
     counting = ExitStack()
 
     def count(operator: Any, *_: Any) -> None:
@@ -156,7 +160,8 @@ def calls_after_norm(engine: ZeroEngine) -> Counter[str]:
         with counting:
             take_step()
 
-    flat._measure, optimizer.step = measure_and_count, step_and_count
+    flat._measure = measure_and_count
+    optimizer.step = step_and_count
     return calls
 
 
@@ -258,9 +263,9 @@ def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -
     config = config_of(LAYOUTS[name], 4)
     dp_size = config.parallel.data_parallel_size(4)
     run = PlannedRun.of(config, memory_inputs(config, dp_size, "cpu"))
-    for pp_rank, found in outcomes.of(name):
+    for pp_rank, cp_rank, found in outcomes.of(name):
         planned: Counter[str] = Counter()
-        for each in step_traffic(run, pp_rank):
+        for each in step_traffic(run, pp_rank, cp_rank):
             planned[each.operation] += each.size
         assert found == dict(planned)
 
@@ -272,7 +277,8 @@ def test_gradients_summed_during_the_backward_pass_are_those_summed_after_it(
     """Claim (precision): in bf16, ZeRO 1 sums gradients during the last backward pass with the same
     weights and norms, bit for bit, as after it: tensor parallelism, tied pipeline stages, experts;
     after the norm a step waits once and takes at most 14 operations, 20 with experts"""
-    in_slices, afterwards = outcomes.of(f"{layout} True"), outcomes.of(f"{layout} False")
+    in_slices = outcomes.of(f"{layout} True")
+    afterwards = outcomes.of(f"{layout} False")
     for found, expected in zip(in_slices, afterwards, strict=True):
         assert found.slices > 2
         assert not any(expected.early)
@@ -295,7 +301,8 @@ def test_stages_exchange_messages_of_both_directions_in_one_batch(outcomes: JobR
     for found, expected in zip(
         outcomes.of("exchanged True"), outcomes.of("exchanged False"), strict=True
     ):
-        (weights, batches), (others, without) = found, expected
+        weights, batches = found
+        others, without = expected
         assert torch.equal(weights, others)
         assert not without
         exchanges.append(sum(sorted(batch) == ["irecv", "isend"] for batch in batches))

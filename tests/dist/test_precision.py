@@ -28,16 +28,36 @@ from tests.dist.parity_cases import Case, config_of, ds_file, reference_of
 from tests.dist.rank_jobs import JobResults, Jobs, case_training, has_proofs, run_jobs, training
 from tests.dist.reference import Samples, Tensors, train_reference
 from tests.proofs.cases import with_proofs
-from tests.tables import tables
-
-TABLES = tables(__file__, tuple)
 
 LAYOUTS = [(1, 2), (2, 1), (3, 2)]
 """ZeRO stage and tensor-parallel size; `test_layouts.py` has all pairs."""
 OFFLOADED = [(stage, tp, "cpu" if stage == 3 else "none") for stage, tp in LAYOUTS]
 """Stage, tensor-parallel size and device of the parameters; optimizer states are in host memory."""
 
-OFFLOADS = {name: Offload(**row) for name, row in TABLES["offloads"].items()}
+OFFLOADS = {
+    name: Offload(**row)
+    for name, row in {
+        "nvme-optimizer": {},
+        "nvme": {"tp": 2, "parameters": "nvme"},
+        "nvme-pipelined": {
+            "accumulation": 1,
+            "parameters": "nvme",
+            "zero": {
+                "sub_group_size": 8000,
+                "offload_optimizer": {
+                    "device": "nvme",
+                    "pipeline_read": True,
+                    "pipeline_write": True,
+                },
+            },
+        },
+        "nvme-parameters": {"optimizer": "cpu", "parameters": "nvme"},
+        "partial": {
+            "optimizer": "cpu",
+            "zero": {"sub_group_size": 8000, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        },
+    }.items()
+}
 NEEDS_LIBAIO = [name for name in OFFLOADS if name.startswith("nvme")]
 
 TIMING = [
@@ -78,8 +98,13 @@ RESUMED = Offload(
 ACCUMULATING = [(1, True), (2, True), (3, True), (2, False)]
 """ZeRO stage, whether in fp32."""
 LEFT_OUT = (
-    *("nvme-optimizer", "nvme-parameters", "offloaded-2-1-none", "communication-1-offloaded"),
-    *("masters-2-1", "accumulating-2-True", "communication-1"),
+    "nvme-optimizer",
+    "nvme-parameters",
+    "offloaded-2-1-none",
+    "communication-1-offloaded",
+    "masters-2-1",
+    "accumulating-2-True",
+    "communication-1",
 )
 """Jobs that only proofs need, besides those of `TIMING[:1]`."""
 MICRO_BATCHES = 96
@@ -124,7 +149,9 @@ def switched(switch: str, stage: int, tp: int, *, bf16: bool, value: bool) -> Co
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> JobResults:
-    jobs, folder, proofs = Jobs(), tmp_path_factory.mktemp("files"), has_proofs(request)
+    jobs = Jobs()
+    folder = tmp_path_factory.mktemp("files")
+    proofs = has_proofs(request)
     switches = TIMING if proofs else TIMING[1:]
     for (switch, stage, tp, bf16), value in itertools.product(switches, (True, False)):
         config = switched(switch, stage, tp, bf16=bf16, value=value)
@@ -274,7 +301,8 @@ def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults
     is removed after a skipped step
     """
     for seen in outcomes.of("resume"):
-        (results, weights, finite), (expected, continued, _) = seen[loaded], seen["continued"]
+        results, weights, finite = seen[loaded]
+        expected, continued, _ = seen["continued"]
         assert finite == [False, True]  # a checkpoint with a NaN, and the right one after it
         assert results == expected
         assert differing_names(weights, continued) == []

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
+from megatron_ds.config.options.optimizer_specs import NAMES
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine import build as engine_build
 from megatron_ds.engine import readback
@@ -42,12 +43,11 @@ from tests.dist.reference import Samples
 from tests.dist.synchronization import reads_of_steps
 from tests.distributed import run_ranks
 from tests.problems import codes
-from tests.tables import tables
 from tests.unit.engine.test_adam_kernels import FusedAdam
 
-TABLES = tables(__file__)
-
-BASE, APEX, QUANTIZED = "zero1 bf16", "zero1 apex", "zero3 quantized weights"
+BASE = "zero1 bf16"
+APEX = "zero1 apex"
+QUANTIZED = "zero3 quantized weights"
 RECORD_EVERY = 50
 """More steps than are taken."""
 DEEPSPEED_UNITS = {
@@ -65,7 +65,8 @@ def layouts() -> dict[str, Config]:
         return config_of(Case(2, stage, tp, 2, "learned", name), **changes)
 
     moments = {"exp_avg_dtype": "bf16", "normuon": True}
-    bf16, offload = {"bf16": True}, {"cpu_optimizer": True}
+    bf16 = {"bf16": True}
+    offload = {"cpu_optimizer": True}
     fp16 = {"fp16": True, "allow_fp16_on_cpu": True}
     unaccumulated = {**bf16, "accumulate_allreduce_grads_in_fp32": False}
     all_offload = {**offload, "remote_device": "cpu"}
@@ -83,7 +84,11 @@ def layouts() -> dict[str, Config]:
         "zero0 sgd": config(0, "sgd"),
         "zero2 lion": config(2, "lion"),
         "zero3 muon": config(3, "muon"),
-        "zero1 bf16 soap": config(1, "soap", precision=bf16),
+        **{
+            f"zero1 bf16 {name}": config(1, name, precision=bf16)
+            for name in NAMES
+            if name not in ("adam", "sgd", "lion", "muon")  # in other layouts
+        },
         "zero1 bf16 muon": config(1, "muon", precision=bf16, optimizer=moments),
         "zero1": config(1),
         "zero2": config(2),
@@ -122,7 +127,7 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[0], momentum=0.9),
     ),
     "moment_dtypes": ("zero1 bf16 muon", lambda e: changed(e.basic_optimizer, "state_types", {})),
-    "orthogonalized": ("zero1 bf16 muon", lambda e: changed(e.basic_optimizer, "_matrices", {})),
+    "matrices": ("zero1 bf16 muon", lambda e: changed(e.basic_optimizer, "_matrices", {})),
     "weight_decay": (
         BASE,
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[-1], weight_decay=0.1),
@@ -161,7 +166,21 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
 }
 """Setting -> the layout on which it is falsified, and how."""
 
-OVERRIDDEN: dict[str, tuple[str, dict[str, Any]]] = TABLES["overridden"]
+OVERRIDDEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "clip_grad": ["zero1 bf16", {"gradient_clipping": 7.0}],
+    "accumulation_dtype": ["zero2 bf16", {"data_types": {"grad_accum_dtype": "bf16"}}],
+    "optimizer_offload": [
+        "zero2 bf16",
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    ],
+    "zero_stage": ["zero1", {"zero_optimization": {"stage": 2}}],
+    "accumulation_steps": [
+        "zero1 bf16",
+        {"train_batch_size": 32, "gradient_accumulation_steps": 4},
+    ],
+    "loss_scale": ["zero2 fp16", {"fp16": {"hysteresis": 4}}],
+    "passed_keys": ["zero3", {"zero_optimization": {"zero_quantized_weights": True}}],
+}
 """Setting -> a layout, and keys that DeepSpeed is given with other values than the flags."""
 
 
@@ -274,7 +293,8 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
         with stand_in_for_apex():
             engine = build(config.with_values({"record_every": RECORD_EVERY}), mesh)
         result.settings[layout] = engine.settings
-        inner, check = engine._engine, functools.partial(readback.check, engine._parts)
+        inner = engine._engine
+        check = functools.partial(readback.check, engine._parts)
         for setting, (where, change) in FALSIFIED.items():
             if where == layout:
                 with change(inner):

@@ -38,6 +38,7 @@ from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.files.full_weights import lazy_full_weights
 from megatron_ds.checkpoint.files.local_files import find_damaged_files
 from megatron_ds.checkpoint.files.native_reader import SavedStates
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
@@ -46,9 +47,11 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     read_run,
 )
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_ds.checkpoint.universal.folders import SUFFIX
 from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
 from megatron_ds.config import CheckpointConfig, Config, support_matrix
+from megatron_ds.config.options.optimizer_specs import ADAM, SPECS
 from megatron_ds.conversion.native import source_of
 from megatron_ds.engine.deepspeed.loss_scaler import STATE
 from megatron_ds.engine.readback import master_weights
@@ -83,6 +86,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ulysses: int = 1
+    cp: int = 1
     ep: int = 1
     partition: str = "type:transformer"
     accumulation: int = 2
@@ -98,9 +102,15 @@ class Layout:
         parallel = {"pp_partition_method": self.partition, "pipeline_schedule": self.schedule}
         changes: dict[str, Any] = {"parallel": parallel, "schedule": RATES, **self.changes}
         case = Case(
-            *(self.world, self.stage, self.tp, self.accumulation, self.model, self.optimizer),
+            self.world,
+            self.stage,
+            self.tp,
+            self.accumulation,
+            self.model,
+            self.optimizer,
             pp=self.pp,
             sp=self.ulysses,
+            cp=self.cp,
             ep=self.ep,
         )
         if "deepspeed" in self.changes:
@@ -118,14 +128,15 @@ class Layout:
         return IN_HALF_PRECISION if "precision" in self.changes else RELATIVE
 
 
-DENSE, BF16 = TABLES["dense"], TABLES["bf16"]
+DENSE = TABLES["dense"]
+BF16 = TABLES["bf16"]
 SIZES: dict[str, dict[str, int]] = TABLES["sizes"]
 """Tensor-, pipeline- and data-parallel size."""
 
 
 def stages_of(sizes: str) -> list[int]:
     """The ZeRO stages that sizes allow."""
-    names = {"tp": "tp", "pp": "pp", "ulysses": "sp"}
+    names = {"tp": "tp", "pp": "pp", "ulysses": "sp", "cp": "cp"}
     many = {axis: support_matrix.MANY for name, axis in names.items() if name in SIZES[sizes]}
     layouts = (many | {"zero": str(stage)} for stage in range(4))
     return [n for n, layout in enumerate(layouts) if proofs.obstacle(layout) is None]
@@ -143,15 +154,28 @@ FAMILIES = {
     family: {name: Layout(**row) for name, row in layouts.items()}
     for family, layouts in TABLES["families"].items()
 }
-BASIC_LAYOUTS: dict[str, tuple[str, ...]] = TABLES["basic_layouts"]
+BASIC_LAYOUTS: dict[str, tuple[str, ...]] = dict(TABLES["basic_layouts"])
 """Those of `make test`."""
+WITHOUT_FAMILY = {
+    spec.name: spec.checkpoint_name
+    for spec in SPECS
+    if spec.name not in {ADAM.name, *FAMILIES}  # `DENSE_LAYOUTS` are Adam's
+}
+"""Further optimizers; a variant, which has more states, instead of its optimizer."""
+for family, name in WITHOUT_FAMILY.items():
+    FAMILIES[family] = {
+        layout: Layout(**row, optimizer=name) for layout, row in TABLES["of_optimizer"].items()
+    }
+    BASIC_LAYOUTS[family] = ("zero3 tp2", "zero1 pp2")
 if WITHOUT_LIBAIO is not None:
     del FAMILIES["memory"]["zero3 nvme"]
 LAYOUTS = UniqueNames((name, layout) for name, (_, layout) in DENSE_LAYOUTS.items())
 for family, layouts in FAMILIES.items():
     LAYOUTS |= ((f"{family} {name}", layout) for name, layout in layouts.items())
-ASYNC, WEIGHTS = " in the background", " weights"
-"""Suffixes of the folders with further saves of a layout."""
+ASYNC = " in the background"
+"""Suffix of the folder with a save in the background."""
+WEIGHTS = " weights"
+"""Suffix of the folder with weights alone."""
 
 Pair = tuple[str, str]
 """Names of the layout that saves and of the layout that loads."""
@@ -199,11 +223,6 @@ LAST = {target: source for source, target in (*FURTHER, *BASIC)}
 """Of each layout the checkpoint that it also loads in other forms."""
 UNIVERSAL = TABLES["universal"]
 WITHOUT_OPTIMIZER = TABLES["without_optimizer"]
-OF_MATRICES: dict[str, tuple[str, ...]] = {
-    "normuon": ("momentum_buffer", "exp_avg_sq"),
-    "soap": ("exp_avg", "exp_avg_sq", "preconditioner", "eigenbasis"),
-}
-"""States of matrices, by optimizer."""
 IN_BACKGROUND = TABLES["in_background"]
 """Layouts that do so in `make test`; the others are proofs."""
 
@@ -224,13 +243,16 @@ class Continued(Training):
     def manager(self, folder: Path, log: list[str], **changes: bool) -> CheckpointManager:
         options = CheckpointConfig(save=str(folder), load=str(folder), **changes)
         config = dataclasses.replace(self.config, checkpoint=options)
-        return CheckpointManager(config, self.mesh, log.append, CollectiveIO())
+        folders = RunFolders.local(options)
+        run = RunCheckpoints(config, self.mesh, log.append, CollectiveIO(), folders)
+        return CheckpointManager(run)
 
     def states(self) -> dict[str, Tensors]:
         """Full master weights and moments by kind, as DeepSpeed reads them, and the weights."""
         if self.layout.stage in (1, 2):
             # DeepSpeed itself links the states of the first group that is stepped only.
-            optimizer, masters = self.ds.optimizer, master_weights(self.ds)
+            optimizer = self.ds.optimizer
+            masters = master_weights(self.ds)
             groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
             for group, master in zip(groups, masters, strict=True):
                 lazy_init_hp_params_optimizer_state(group, master, self.ds.basic_optimizer.state)
@@ -258,14 +280,11 @@ class Continued(Training):
         return of_all_stages(states, self.mesh)
 
     def kinds_of(self, name: str, parameter: torch.nn.Parameter) -> tuple[str, ...]:
-        optimizer = self.config.optimizer.optimizer
+        spec = self.config.optimizer.spec
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1
         is_matrix = is_matrix and name.startswith("layers.") and not name.endswith(".bias")
-        if is_matrix and (of_matrices := OF_MATRICES.get(self.layout.optimizer)):
-            return of_matrices
-        if optimizer == "sgd":
-            return ("momentum_buffer",)
-        return ("exp_avg",) if optimizer == "lion" else ("exp_avg", "exp_avg_sq")
+        states = spec.matrices.states if is_matrix and spec.matrices else spec.states
+        return tuple(state.name for state in states)
 
     def read(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
         """A state of the shape of this rank's parameter."""
@@ -342,17 +361,17 @@ def save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes)
         training.step()
     for number, state in enumerate(training.ds.module.buffers()):
         state.copy_(torch.linspace(0.1, 1.0 + number, len(state)))  # not exact in bf16
-    training.manager(folder / name, []).save(training.engine, training.state)
+    training.manager(folder / name, []).saving.save(training.engine, training.state)
     wrong = [*wrong_weights(training, folder / name, meshes)]
     in_background = training.manager(folder / f"{name}{ASYNC}", [])
     if ASYNC in forms:
-        in_background.save(training.engine, training.state, in_background=True)
+        in_background.saving.save(training.engine, training.state, in_background=True)
     if WEIGHTS in forms:
         # As in an engine of --no-save-optim.
         training.engine._files._saves_optimizer = False
         training.engine._experts._optimizer = None
         manager = training.manager(folder / f"{name}{WEIGHTS}", [], no_save_optim=True)
-        manager.save(training.engine, training.state)
+        manager.saving.save(training.engine, training.state)
     record = {
         "states": training.states(),
         "steps": training.steps(),
@@ -360,7 +379,7 @@ def save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes)
         "state": training.state,
         "third": training.third_step(),
     }
-    in_background.advance(wait=True)
+    in_background.saving.advance(wait=True)
     if dist.get_rank() == 0:
         torch.save(record, folder / f"{name}.pt")
         if SUFFIX in forms:
@@ -374,7 +393,8 @@ def save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes)
 def wrong_weights(training: Continued, folder: Path, meshes: Meshes) -> Iterator[str]:
     """Weights that the files do not give bit for bit, complete and in models for generation."""
     (path,) = list_checkpoints(folder)
-    found, dtype = read_run(path), next(training.ds.module.parameters()).dtype
+    found = read_run(path)
+    dtype = next(training.ds.module.parameters()).dtype
     saved = {name: tensor.read() for name, tensor in lazy_full_weights(found).items()}
     saved = without_padding(saved)
     # ZeRO-3 saves the values that the weights of the model are rounded from.
@@ -382,7 +402,8 @@ def wrong_weights(training: Continued, folder: Path, meshes: Meshes) -> Iterator
     own = without_padding(full_weights(training.engine, training.mesh)) | training.layer_states()
     yield from differing_names(rounded, own)
     for size in {1, 2} & meshes.keys():
-        tp, device = meshes[size].tp, torch.device("cpu")
+        tp = meshes[size].tp
+        device = torch.device("cpu")
         model = load_model(source_of(found), meshes[size], device, precision="fp32")
         loaded = {n: full_tensor(p.detach(), p, tp) for n, p in model.named_parameters()}
         loaded |= dict(model.named_buffers())
@@ -420,9 +441,9 @@ def load_states(
     log: list[str] = []
     universal = "universal" in said
     manager = training.manager(folder / source, log, universal_checkpoint=universal)
-    checkpoint = manager.select()
+    checkpoint = manager.restoring.select()
     assert checkpoint is not None
-    training.state = manager.load(training.engine, checkpoint)
+    training.state = manager.restoring.load(training.engine, checkpoint)
     if any((said or "resharded in ") in line for line in log) != (said != ""):
         yield f"log {log}"
     yield from differing_states(training, record["states"])
@@ -443,7 +464,8 @@ def load_one(
     own = ParallelLayout.of(training.config, training.mesh.dp.size)
     said = "resharded in " if own != read_run(path).run.layout else ""
     yield from load_states(training, source, record, folder, said)
-    third, expected = training.third_step(), record["third"]
+    third = training.third_step()
+    expected = record["third"]
     relative = max(LAYOUTS[each].relative for each in (name, source))
     for kind in ("loss", "norm"):
         if third[kind] != pytest.approx(expected[kind], rel=relative):
@@ -470,7 +492,8 @@ def load_weights(
     if not sizes[0] < 0.75 * sizes[1]:
         yield f"sizes without and with the optimizer {sizes}"
     training.state = record["state"]
-    loss, expected = training.third_step()["loss"], record["third"]["loss"]
+    loss = training.third_step()["loss"]
+    expected = record["third"]["loss"]
     if loss != pytest.approx(
         expected, rel=IN_HALF_PRECISION if "precision" in source else RELATIVE
     ):
@@ -485,7 +508,8 @@ LOADS = {"": load_one, SUFFIX: load_universal, WEIGHTS: load_weights}
 
 def differing_states(training: Continued, saved: dict[str, Tensors]) -> Iterator[str]:
     """States that are not those of the checkpoint bit for bit, in the precision of the run."""
-    states, dtype = training.states(), master_weights(training.ds)[0].dtype
+    states = training.states()
+    dtype = master_weights(training.ds)[0].dtype
     weight_dtype = next(training.ds.module.parameters()).dtype
     rounded = {
         kind: {name: tensor.to(dtype).float() for name, tensor in tensors.items()}

@@ -26,7 +26,8 @@ from tests.dist.engine_harness import prepare
 from tests.dist.test_resharding import Continued, Layout
 from tests.distributed import run_ranks
 
-ROWS, WIDTH = 16384, 64
+ROWS = 16384
+WIDTH = 64
 LARGEST = 4 * ROWS * WIDTH
 SHAPE = {
     "vocab_size": ROWS,
@@ -49,7 +50,8 @@ def peak_of(work: Callable[[], Any], folder: Path) -> int:
     assert found.profiler is not None
     events = found.profiler.kineto_results.events()
     memory = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())
-    current = peak = 0
+    current = 0
+    peak = 0
     mapped = {path.stat().st_size for path in folder.rglob("*.pt")}
     for event in memory:
         current += 0 if abs(event.nbytes()) in mapped else event.nbytes()
@@ -79,10 +81,11 @@ def measure(rank: int, folder: Path) -> dict[str, tuple[int, ...]]:
     meshes = prepare()
     training = Continued("source", folder, meshes, SOURCE)
     training.step()
-    training.manager(folder, []).save(training.engine, training.state)
+    training.manager(folder, []).saving.save(training.engine, training.state)
     training.close()
     (path,) = list_checkpoints(folder)
-    target, found = path.with_name(f"{path.name}{SUFFIX}"), {}
+    target = path.with_name(f"{path.name}{SUFFIX}")
+    found = {}
     if rank == 0:
         checkpoint = open_verified(path)
         peak = peak_of(
@@ -107,7 +110,7 @@ def measure(rank: int, folder: Path) -> dict[str, tuple[int, ...]]:
 
 def watched_reads(training: Continued, manager: CheckpointManager) -> tuple[int, int]:
     """Loads a checkpoint. Returns the peak of memory and the bytes of the values that were read."""
-    checkpoint = manager.select()
+    checkpoint = manager.restoring.select()
     assert checkpoint is not None
     sources: list[SavedStates | UniversalStates] = []
     reshard = training.engine.reshard
@@ -117,7 +120,7 @@ def watched_reads(training: Continued, manager: CheckpointManager) -> tuple[int,
         reshard(source)
 
     training.engine.reshard = watched  # type: ignore[method-assign, assignment]
-    peak = peak_of(lambda: manager.load(training.engine, checkpoint), checkpoint.path)
+    peak = peak_of(lambda: manager.restoring.load(training.engine, checkpoint), checkpoint.path)
     training.engine.reshard = reshard  # type: ignore[method-assign]
     (source,) = sources
     return peak, source.bytes_read

@@ -118,7 +118,8 @@ def set_in_scaler(name: str, training: Training, value: float) -> None:
 
 
 def set_scale(training: Training, value: float | None) -> None:
-    optimizer, precision = training.engine._engine.optimizer, training.config.precision
+    optimizer = training.engine._engine.optimizer
+    precision = training.config.precision
     optimizer.dynamic_loss_scale = value is None
     optimizer.loss_scaler = (
         LossScaler(scale=value)
@@ -222,7 +223,8 @@ def further_steps(training: Training) -> Outcome:
             result = training.step()
         assert result.skipped == overflows
         assert result.grad_norm is not None
-        loss, norm = float(result.loss), float(result.grad_norm)
+        loss = float(result.loss)
+        norm = float(result.grad_norm)
         results.append((loss, norm, bool(result.skipped), result.loss_scale))
     tensors = training.state_tensors()
     training.close()
@@ -231,14 +233,15 @@ def further_steps(training: Training) -> Outcome:
 
 def misplaced(training: Training) -> list[str]:
     """Parameters whose weights are not at their recorded places in the optimizer's flat tensors."""
-    engine, stage = training.engine._engine, training.config.deepspeed.zero_stage
+    engine = training.engine._engine
+    stage = training.config.deepspeed.zero_stage
     if stage == 0:
         return []
     parameters = dict(engine.module.named_parameters())
     wrong = []
     for partition, master in zip(training.engine.partitions(), master_weights(engine), strict=True):
         assert master.numel() == partition.size
-        flat = master if stage == 3 else torch.cat(list(all_gather(master, training.mesh.dp_sp)))
+        flat = master if stage == 3 else torch.cat(list(all_gather(master, training.mesh.replicas)))
         for name, _, offset in partition.parameters:
             weights = parameters[name].data if stage < 3 else parameters[name].ds_tensor
             place = flat[offset : offset + weights.numel()].to(weights.dtype)
@@ -263,7 +266,8 @@ def changed(config: Config, names: list[str]) -> Config:
 
 def resume_layout(name: str, folder: Path, without: str | None, meshes: Meshes) -> dict[str, Any]:
     """Compares a resume with an uninterrupted run, on one layout."""
-    layout, folder = LAYOUTS[name], folder / name
+    layout = LAYOUTS[name]
+    folder = folder / name
     config = layout.config()
     mesh = meshes.of(config.parallel)
     first = Training(config, mesh, TOTAL_STEPS)
@@ -295,8 +299,11 @@ UNORDERED: dict[str, Any] = TABLES["unordered"]
 ORDERED = {"round_robin_gradients": True, "parameter_alignment": True, "sub_group_size": 1000}
 """Keys that change them."""
 UNTRIED = {
-    *("stage", "offload_param", "offload_optimizer"),  # part of the layouts above
-    *("zero_quantized_weights", "zero_quantized_gradients"),  # not implemented on a CPU
+    "stage",
+    "offload_param",
+    "offload_optimizer",  # part of the layouts above
+    "zero_quantized_weights",
+    "zero_quantized_gradients",  # not implemented on a CPU
     "stage3_module_granularity_threshold",  # cannot train this model
 }
 
@@ -327,7 +334,8 @@ def order_of_each_key(stage: int, meshes: dict[int, Mesh]) -> dict[str, Any]:
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> JobResults:
-    folder, proofs = tmp_path_factory.mktemp("checkpoints"), has_proofs(request)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    proofs = has_proofs(request)
     without = left_out() if proofs else {}
     jobs = Jobs(
         (name, partial(resume_layout, name, folder, without.get(name)))
@@ -368,7 +376,8 @@ def test_optimizer_states_may_move_between_device_and_host(name: str, outcomes: 
     Claim (checkpoints): optimizer states may move between device and host on a resume
     """
     for seen in outcomes.of(name):
-        moved, continued = seen["moved"], seen["continued"]
+        moved = seen["moved"]
+        continued = seen["continued"]
         for one, other in zip(moved.results, continued.results, strict=True):
             assert one[:2] == pytest.approx(other[:2], rel=1e-5)
         for key, value in continued.tensors.items():

@@ -37,7 +37,8 @@ def _hold_roll_calls(rank: int, ports: list[int]) -> dict[str, Verdict]:
     socket.gethostname = lambda: f"host{rank}"
     roll_call.GOODBYE_S = 1.0  # the third rank never comes to one of them
     roll_call.ANSWER_S = 10.0  # a mistake ends the test soon
-    found, ports = {}, [*ports]
+    found = {}
+    ports = [*ports]
 
     def meet(name: str, call: RollCall, timeout: timedelta = TIMEOUT) -> None:
         try:

@@ -82,7 +82,8 @@ def serve(
 
 def fail_in_step(scheduler: Scheduler) -> None:
     """Fails after the collectives of the third step."""
-    engine, steps = scheduler._engine, [0]
+    engine = scheduler._engine
+    steps = [0]
     step = engine.step
 
     def failing() -> Any:
@@ -96,7 +97,8 @@ def fail_in_step(scheduler: Scheduler) -> None:
 
 
 def serve_all(rank: int) -> dict[str, Any]:
-    pair, leads = Mesh.build(tp_size=2), rank == 0
+    pair = Mesh.build(tp_size=2)
+    leads = rank == 0
     found: dict[str, Any] = {"pair": serve(pair, TpLink(), leads)}
     if leads:
         found["alone"] = serve(Mesh.single(), LocalLink(), True)

@@ -115,7 +115,8 @@ def test_schedule_equals_one_process(name: str, outcomes: JobResults) -> None:
 
     Claim (schedules): a batch size ramp-up equals one process
     """
-    schedule, (config, plans) = CASES[name][0], config_and_plans(name)
+    schedule = CASES[name][0]
+    config, plans = config_and_plans(name)
     assert [plan.seq_length for plan in plans] == schedule.lengths
     assert [plan.global_batch_size for plan in plans] == schedule.batches
     assert [4 * plan.num_micro_batches for plan in plans] == schedule.batches

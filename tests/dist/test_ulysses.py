@@ -97,7 +97,7 @@ def train_recording_masks(meshes: Meshes) -> tuple[Run, list[Tensor]]:
 def exchange_heads(meshes: Meshes) -> list[Tensor]:
     """Queries, keys, values and attended values of all heads, exchanged and back; attention with
     sinks."""
-    group = meshes.of(ParallelConfig(ds_sequence_parallel_size=2)).sp
+    group = meshes.of(ParallelConfig(ds_sequence_parallel_size=2)).ulysses
     own = slice(3 * group.rank, 3 * group.rank + 3)
     parts = [part[:, :, own] for part in PARTS]
     q, k, v = gather_sequence(*parts, group)
@@ -173,7 +173,8 @@ def test_shared_sequences_train_like_one_process(name: str, outcomes: JobResults
 
 def test_a_rank_may_have_no_counted_token(outcomes: JobResults) -> None:
     """All masked tokens are in the slice of one rank, which has the full mean and gradient."""
-    config, samples = config_of(HALF_MASKED), SAMPLES.with_masked_half()
+    config = config_of(HALF_MASKED)
+    samples = SAMPLES.with_masked_half()
     size = config.schedule.micro_batch_size
     reference = train_reference(config, samples, plans_of(HALF_MASKED), size)
     assert reference.losses[0] > 1.0

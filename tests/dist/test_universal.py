@@ -30,6 +30,7 @@ from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_ver
 from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.engine.deepspeed import zero_to_fp32
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
+from megatron_ds.loading.programs import convert
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -48,7 +49,6 @@ from tests.distributed import run_ranks
 from tests.pages import flags as flags_page
 from tests.problems import printed_codes
 from tests.unit.conversion.models import assert_same_tensors
-from tools import convert_checkpoint as convert_tool
 
 TOOL = flags_page.REPOSITORY / "tools" / "convert_checkpoint" / "ds_to_universal.py"
 
@@ -84,9 +84,10 @@ def save_and_convert(rank: int, folder: Path) -> list[str]:
         training.overwrite()
         log: list[str] = []
         manager = training.manager(folder / f"{name} theirs", log, universal_checkpoint=True)
-        checkpoint = manager.select()
+        checkpoint = manager.restoring.select()
         assert checkpoint is not None
-        state, training.state = training.state, manager.load(training.engine, checkpoint)
+        state = training.state
+        training.state = manager.restoring.load(training.engine, checkpoint)
         assert any("from the universal checkpoint" in line for line in log)
         assert training.state == state
         found += [f"{name}: {each}" for each in differing_states(training, states)]
@@ -104,7 +105,7 @@ def save(training: Continued, name: str, folder: Path) -> dict[str, Tensors]:
     """Takes steps, saves a checkpoint, and records its states, which are returned."""
     for _ in range(STEPS):
         training.step()
-    training.manager(folder / name, []).save(training.engine, training.state)
+    training.manager(folder / name, []).saving.save(training.engine, training.state)
     states = training.states()
     if dist.get_rank() == 0:
         torch.save(states, folder / f"{name}.pt")
@@ -123,7 +124,8 @@ def convert_by_deepspeed(path: Path, folder: Path) -> None:
 def load_by_deepspeed(meshes: Meshes, folder: Path, name: str) -> Iterator[str]:
     """What a plain engine has otherwise after it has loaded our universal checkpoint."""
     training = Continued(name, folder, meshes, LAYOUTS[name])
-    config, stage = training.config, LAYOUTS[name].stage
+    config = training.config
+    stage = LAYOUTS[name].stage
     training.close()
     shape = config.model
     if stage == 3:  # DeepSpeed's loader of this stage knows no padding
@@ -261,16 +263,16 @@ def test_the_tool_converts(
     assert_same_tensors(open_source(output), open_source(path))
     assert recognize(output).name == "universal"
     options = ["--load", str(copy), "--save", str(tmp_path / "again"), "--to", "universal"]
-    assert convert_tool.main([*options, "--verify"]) == 0
+    assert convert.main([*options, "--verify"]) == 0
     assert_same_tensors(open_source(tmp_path / "again"), open_source(output))
     options = ["--load", str(output), "--save", str(tmp_path / "native"), "--to", "native"]
-    assert convert_tool.main([*options, "--from", "universal", "--verify"]) == 0
+    assert convert.main([*options, "--from", "universal", "--verify"]) == 0
     assert_same_tensors(open_source(tmp_path / "native"), open_source(output))
     options = ["--load", str(tmp_path / "native"), "--save", str(tmp_path / "no")]
     capsys.readouterr()
-    assert convert_tool.main([*options, "--to", "universal"]) == 1
+    assert convert.main([*options, "--to", "universal"]) == 1
     assert printed_codes(capsys.readouterr().err)[-1] == "universal-input-missing"
-    assert convert_tool.main([*options, "--to", "universal", "--dtype", "bf16"]) == 2
+    assert convert.main([*options, "--to", "universal", "--dtype", "bf16"]) == 2
     assert printed_codes(capsys.readouterr().err) == ["universal-dtype"]
     for name in ("again", "native"):
         shutil.rmtree(tmp_path / name)

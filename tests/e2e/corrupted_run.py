@@ -52,11 +52,11 @@ class Corruption(Callback):
 
     def read(self, original: Any, batches: MicroBatchIterator) -> Batch:
         batch: Batch = original(batches)
-        if batch.position != 8 * (DATA - 1) + 4 or batch.rows_BT is None:
+        if batch.position != 8 * (DATA - 1) + 4 or batch.samples is None:
             return batch
-        rows = batch.rows_BT.copy()
-        rows[1, 7] = (rows[1, 7] + 1) % 100
-        return batch._replace(rows_BT=rows)
+        samples = batch.samples.copy()
+        samples.ids[1, 7] = (samples.ids[1, 7] + 1) % 100
+        return batch._replace(samples=samples)
 
     def seed(self, original: Any, rng: RngStreams, micro_batch: Any, layer: int) -> None:
         original(rng, micro_batch, layer)

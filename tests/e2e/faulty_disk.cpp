@@ -2,11 +2,12 @@
 //
 //     DISK_FAULT  CALL:ERRNO:BYTES:PART
 //
-// CALL is write or fsync. It fails with ERRNO for files whose path contains PART. Writes fail once the
-// process has written BYTES to such files, after a short write, as on a disk that becomes full. With
-// ERRNO 0 the call waits for BYTES microseconds instead.
+// CALL is write or fsync. It fails with ERRNO for files whose path contains PART, a pattern of fnmatch. Writes
+// fail once the process has written BYTES to such files, after a short write, as on a disk that becomes full.
+// With ERRNO 0 the call waits for BYTES microseconds instead.
 
 #include <dlfcn.h>
+#include <fnmatch.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 namespace {
 
@@ -38,7 +40,8 @@ bool fault_of(const char* call, int descriptor, Fault& fault) {
         return false;
     }
     path[length] = '\0';
-    return std::strstr(path, spec + part) != nullptr;
+    const std::string pattern = std::string("*") + (spec + part) + "*";
+    return fnmatch(pattern.c_str(), path, 0) == 0;
 }
 
 std::atomic<long> written{0};

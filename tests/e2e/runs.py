@@ -49,7 +49,10 @@ LAUNCHERS: dict[str, tuple[object, ...]] = {
     "deepspeed": (PROGRAMS / "deepspeed", "--num_gpus"),
     "torchrun": (PROGRAMS / "torchrun", "--nproc_per_node"),
     "python -m torch.distributed.run": (
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
     ),
 }
 """Name -> command up to the number of processes."""
@@ -196,7 +199,8 @@ class Launcher:
         """
         environment = dict(environment or {})
         if fault is not None:
-            script, environment["FAULT"] = FAULTS, fault
+            script = FAULTS
+            environment["FAULT"] = fault
         if fault_rank is not None:
             environment["FAULT_RANK"] = str(fault_rank)
         if disk_fault is not None:
@@ -377,7 +381,8 @@ def assert_two_ranks(output: str, settings: Settings, *, short: bool) -> None:
     assert "2 processes on cpu" in output
     assert "data parallel 2" in output
     assert "built successfully" not in output  # every rank's line of a loaded op
-    number, interval = settings["train_iters"], settings["log_interval"]
+    number = settings["train_iters"]
+    interval = settings["log_interval"]
     form = rf"^ iteration +{interval}/ *{number} \| {'loss' if short else 'con'}"
     assert len(re.findall(form, output, flags=re.MULTILINE)) == 1, output
 

@@ -21,8 +21,12 @@ from tests.e2e.runs import (
     steps,
 )
 
-CHANGE, END, BATCH = 4, 8, 8
-"""Iteration at which the blend changes, the last iteration, and samples per iteration."""
+CHANGE = 4
+"""Iteration at which the blend changes."""
+END = 8
+"""The last iteration."""
+BATCH = 8
+"""Samples per iteration."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,8 @@ def test_blend_changes_on_resume_and_survives_a_kill(
         assert not checkpoint_differences(two / f"global_step{step}", killed / f"global_step{step}")
         assert record_of(two, step) == record_of(killed, step) == record_of(one, step)
 
-    consumed, rest = CHANGE * BATCH, (END - CHANGE) * BATCH
+    consumed = CHANGE * BATCH
+    rest = (END - CHANGE) * BATCH
     record = record_of(two, END)
     assert [source["identity"]["name"] for source in record["sources"]] == ["tokens", "other"]
     read = [source["consumed"] for source in record["sources"]]
@@ -112,7 +117,8 @@ def test_groups_are_evaluated_and_logged_by_name(
     """Claim (samples): named groups of validation and test data are logged under their names"""
     groups = tmp_path / "groups"
     groups.write_text(f'"X 1: 1 0.9:1 {corpus}" "X2: 1 0.5:1 {second_corpus}, 0 0:1 nowhere"\n')
-    run, board = tmp_path / "run", tmp_path / "board"
+    run = tmp_path / "run"
+    board = tmp_path / "board"
     settings = {
         **base,
         "data_path": None,
@@ -176,4 +182,5 @@ def test_groups_are_evaluated_and_logged_by_name(
     assert len(records(run)) == 2 + 4
 
 
-VALID, TEST = ("UP", "DOWN"), ("X 1", "X2")
+VALID = ("UP", "DOWN")
+TEST = ("X 1", "X2")

@@ -86,9 +86,11 @@ def test_peer_scripts_resume_after_a_kill(
     """The same list, and the same counts."""
     monkeypatch.setattr(duplicates_module, "COMMIT_DOCUMENTS", 64)
     monkeypatch.setattr(url_lists, "COMMIT_URLS", 20)
-    main, asked = load(REPOSITORY / "tools" / "openwebtext" / name).main, made(tmp_path)
+    main = load(REPOSITORY / "tools" / "openwebtext" / name).main
+    asked = made(tmp_path)
     assert main(asked) == 0
-    said, wanted = capsys.readouterr().out, files(tmp_path)
+    said = capsys.readouterr().out
+    wanted = files(tmp_path)
     assert len(wanted["out"]) > 1000
 
     def check() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,20 @@ def test_stopped_rank_ends_the_run_with_the_stacks_of_all_others(
     text = report.read_text()
     assert "in train_step" in text
     assert "last iteration that was completed: 2\n" in text
+
+
+@linux
+@pytest.mark.proof
+def test_a_run_that_was_suspended_as_a_whole_continues(
+    launcher: Launcher, endless: Settings, tmp_path: Path
+) -> None:
+    """As by a batch system, for longer than --hang-timeout."""
+    settings = {**endless, "hang_timeout": 6, "exit_interval": 20}
+    run = launcher.start(settings, ranks=2, fault="iteration:1+:pause")
+    run.wait_until(has_trained(tmp_path))
+    os.killpg(run.pids[0], signal.SIGSTOP)
+    time.sleep(12)
+    os.killpg(run.pids[0], signal.SIGCONT)
+    output = run.succeed()
+    assert printed_codes(output) == []
+    assert len(losses(tmp_path)) == 20

@@ -12,15 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.demo import command, steps
+from megatron_ds.demo import corpus as make_corpus
 from tests.e2e.runs import Launcher, records
 from tests.proofs.cases import with_proofs
-from tests.tables import tables
-from tools import demo, make_corpus
-
-TABLES = tables(__file__)
 
 ITERATIONS = 20
-SMALL = TABLES["small"]
+SMALL = {
+    "--num-layers": "2",
+    "--hidden-size": "32",
+    "--num-attention-heads": "2",
+    "--seq-length": "128",
+    "--train-iters": "20",
+    "--save-interval": "10",
+    "--lr-warmup-iters": "2",
+    "--eval-interval": "10",
+    "--eval-iters": "1",
+    "--log-interval": "5",
+}
 
 
 def smaller(flags: tuple[str, ...]) -> tuple[str, ...]:
@@ -38,23 +47,24 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Claim (command-line): `make demo` runs on the user's text"""
-    monkeypatch.chdir(demo.REPOSITORY)
-    text, folder = tmp_path / "my.jsonl", tmp_path / "run"
+    monkeypatch.chdir(steps.REPOSITORY)
+    text = tmp_path / "my.jsonl"
+    folder = tmp_path / "run"
     make_corpus.main(["--output", str(text), "--megabytes", "0.3"])
-    monkeypatch.setattr(demo, "MODEL", smaller(demo.MODEL))
-    monkeypatch.setattr(demo, "TRAINING", smaller(demo.TRAINING))
-    monkeypatch.setattr(demo, "process_count", lambda: 1)
+    monkeypatch.setattr(steps, "MODEL", smaller(steps.MODEL))
+    monkeypatch.setattr(steps, "TRAINING", smaller(steps.TRAINING))
+    monkeypatch.setattr(steps, "process_count", lambda: 1)
     if forked:
-        monkeypatch.setattr(demo.subprocess, "call", launcher.call)
+        monkeypatch.setattr(command.subprocess, "call", launcher.call)
 
-    code = demo.main(["--data", str(text), "--output", str(folder)])
+    code = command.main(["--data", str(text), "--output", str(folder)])
 
     printed = capfd.readouterr()
     assert code == 0, printed.err
     assert text.is_file()
     found = records(folder / "checkpoints")
-    steps = [record["iteration"] for record in found if "lm_loss" in record]
-    assert steps == list(range(1, ITERATIONS + 1))
+    iterations = [record["iteration"] for record in found if "lm_loss" in record]
+    assert iterations == list(range(1, ITERATIONS + 1))
     loaded = rf"loaded checkpoint from \S+ at iteration +{ITERATIONS // 2}\n"
     assert re.search(loaded, printed.out + printed.err)
     assert (folder / "loss.png").stat().st_size > 1000
@@ -71,7 +81,7 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     # The checkpoint has all that generation needs: not even the vocabulary is elsewhere.
     moved = (folder / "checkpoints").rename(tmp_path / "moved")
     shutil.rmtree(folder)
-    tool = demo.REPOSITORY / "tools" / "generate_samples_gpt.py"
+    tool = steps.REPOSITORY / "tools" / "generate_samples_gpt.py"
     options = ["--prompt", "One", "--out-seq-length", "4", "--greedy", "--load", "moved"]
     output = launcher.start(options, script=tool, folder=moved.parent).succeed()
     assert "Context: One\nGenerated: " in output

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.doctor import command as doctor
 from tests.e2e.runs import Launcher
-from tools import doctor
 
 SCRIPT = """\
 cat <<EOT > ds_config.json

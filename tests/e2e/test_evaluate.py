@@ -16,9 +16,11 @@ import transformers
 
 from tests.e2e.runs import REPOSITORY, Launcher
 
-TOOL, TASKS = REPOSITORY / "tools" / "evaluate.py", REPOSITORY / "tasks" / "main.py"
+TOOL = REPOSITORY / "tools" / "evaluate.py"
+TASKS = REPOSITORY / "tasks" / "main.py"
 GOLDEN = REPOSITORY / "tests" / "golden" / "tokenizers"
-LENGTH, STRIDE = 16, 5
+LENGTH = 16
+STRIDE = 5
 SETTINGS = {
     "tokenizer_type": "GPT2BPETokenizer",
     "vocab_file": GOLDEN / "vocab.json",
@@ -74,7 +76,8 @@ def logprobs(model: Any, ids: Sequence[int]) -> torch.Tensor:
 
 def rolling_nats(model: Any, ids: Sequence[int]) -> float:
     """As Megatron's tasks: windows begin every STRIDE tokens, and score what is new in each."""
-    nats, scored = 0.0, 0
+    nats = 0.0
+    scored = 0
     for begin in range(0, len(ids), STRIDE):
         window = ids[begin : begin + LENGTH + 1]
         for index in range(1, len(window)):
@@ -142,7 +145,8 @@ def test_perplexity_is_that_of_transformers(
     result = evaluate(launcher, tmp_path, settings, ranks)
 
     texts = [text for text in TEXTS if text.strip()]
-    tokens, size = sum(len(encode(text)) for text in texts), sum(len(t.encode()) for t in texts)
+    tokens = sum(len(encode(text)) for text in texts)
+    size = sum(len(t.encode()) for t in texts)
     nats = corpus_nats
     assert (result["documents"], result["tokens"], result["bytes"]) == (len(texts), tokens, size)
     assert result["loss"] == pytest.approx(nats / tokens, rel=1e-5)
@@ -159,13 +163,15 @@ def test_token_files_are_those_of_their_texts(
 
     Claim (serving): token files are evaluated as their texts
     """
-    corpus, tokens = GOLDEN / "corpus.jsonl", GOLDEN / "GPT2BPETokenizer"
+    corpus = GOLDEN / "corpus.jsonl"
+    tokens = GOLDEN / "GPT2BPETokenizer"
     output = tmp_path / "result.json"
     settings = {**SETTINGS, "load": weights, "valid_data": (corpus, tokens), "output": output}
     printed = launcher.start(settings, script=TOOL).succeed()
 
     result = json.loads(output.read_text(encoding="utf-8"))
-    of_corpus, of_tokens = result["files"][str(corpus)], result["files"][str(tokens)]
+    of_corpus = result["files"][str(corpus)]
+    of_tokens = result["files"][str(tokens)]
     assert of_tokens == of_corpus
     assert result["tokens"] == 2 * of_corpus["tokens"] > 0
     assert result["loss"] == pytest.approx(of_corpus["loss"], rel=1e-6)
@@ -183,7 +189,8 @@ def test_wikitext_is_evaluated_as_in_megatron(
     result = evaluate(launcher, tmp_path, settings, script=TASKS)
 
     ids = encode(PLAIN)
-    nats, words = rolling_nats(model, ids), len(re.findall(r"[^ ]+", WIKITEXT.strip()))
+    nats = rolling_nats(model, ids)
+    words = len(re.findall(r"[^ ]+", WIKITEXT.strip()))
     assert (result["tokens"], result["words"]) == (len(ids) - 1, words)
     assert result["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
     assert math.log(result["word_perplexity"]) == pytest.approx(nats / (words - 1), rel=1e-5)
@@ -201,7 +208,9 @@ def test_lambada_counts_predicted_ends(
         settings["strict_lambada"] = True
     result = evaluate(launcher, tmp_path, settings, script=TASKS)
 
-    correct, nats, tokens = 0, 0.0, 0
+    correct = 0
+    nats = 0.0
+    tokens = 0
     for text in CLOZE:
         start, _, last = text.rstrip().rpartition(" ")
         target = encode(f" {last}") if is_strict else encode(text.rstrip())[-1:]

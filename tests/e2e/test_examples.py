@@ -14,11 +14,13 @@ from typing import NamedTuple
 import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+from megatron_ds.demo import corpus as make_corpus
+from megatron_ds.preprocess import command as preprocess_data
+from megatron_ds.preprocess import train_tokenizer
 from tests.e2e.runs import PROGRAMS, REPOSITORY, Launcher, Run, free_port, losses
 from tests.pages.recipes import TINY, recipes
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
-from tools import make_corpus, preprocess_data, train_tokenizer
 
 EXAMPLES = REPOSITORY / "examples"
 

@@ -42,7 +42,7 @@ pretrain(Extensions(loss=lambda logits, labels: cross_entropy(logits, labels, re
 
 
 def test_examples_are_short() -> None:
-    assert all(len(path.read_text().splitlines()) <= 40 for path in EXAMPLES.glob("*.py"))
+    assert all(len(path.read_text().splitlines()) <= 50 for path in EXAMPLES.glob("*.py"))
 
 
 def test_a_logger_writes_each_step_once_after_a_resume(
@@ -91,7 +91,8 @@ def test_an_own_cross_entropy_trains_like_the_built_in_one(
 ) -> None:
     """Claim (extension): an own loss that repeats the cross entropy has the losses of the built-in
     one; with a sharded vocabulary, an own loss has those of one process"""
-    script, save = tmp_path / "own.py", tmp_path / "run"
+    script = tmp_path / "own.py"
+    save = tmp_path / "run"
     script.write_text(CROSS_ENTROPY)
     launcher.start({**base, **SCHEDULE, "save": save}, script=script, ranks=RANKS).succeed()
     assert losses(save) == pytest.approx(losses(uninterrupted), rel=1e-6)
@@ -121,7 +122,8 @@ def test_a_run_on_an_own_dataset_resumes_bit_for_bit(
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     schedule = {"global_batch_size": 4, "train_iters": 5, "save_interval": 2, "eval_iters": 1}
     settings = {**base, **schedule, "data_path": None, "split": None}
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
     for own in (
         {"save": whole, "num_workers": 1},
         {"save": resumed, "load": whole, "ckpt_step": 2},

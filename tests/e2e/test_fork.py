@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from megatron_ds.checkpoint.metadata import read_run
+from megatron_ds.loading.programs import fork as tool
+from megatron_ds.usage import command as data_usage
 from tests.e2e.runs import Launcher, Settings, checkpoint_differences, steps
 from tests.problems import printed_codes
-from tools import data_usage
-from tools import fork as tool
 
-FORKED, DECAY = 4, 3
+FORKED = 4
+DECAY = 3
 STABLE: Settings = {
     "global_batch_size": 4,
     "train_iters": 40,

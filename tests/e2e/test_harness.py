@@ -22,9 +22,6 @@ from megatron_ds.evaluation.options import Options
 from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps, to_flags
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
-from tests.tables import tables
-
-TABLES = tables(__file__)
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -35,7 +32,28 @@ QUESTIONS = [
     {"question": "line one and ", "choices": ["paragraphs", "line two"], "answer": 1},
     {"question": "the lazy dog sleeps on and on and on", "choices": [" and", "."], "answer": 0},
 ]
-TASKS: dict[str, dict[str, Any]] = TABLES["tasks"]
+TASKS: dict[str, dict[str, Any]] = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}{{choices[0]}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+    "generation": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 6},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
 NAMES = [f"local_{name}" for name in TASKS]
 
 
@@ -44,7 +62,8 @@ def save_model(folder: Path, tokenizer: Any) -> None:
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=2, n_head=4
     )
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.bos_token_id = tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
     model = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -132,7 +151,8 @@ def test_requests_are_answered_as_by_the_model_of_transformers(
         for arguments in (("", "the fox"), ("the", " dog"))
     ]
     for name, asked in requests.items():
-        expected, answers = getattr(theirs, name)(asked), getattr(ours, name)(asked)
+        expected = getattr(theirs, name)(asked)
+        answers = getattr(ours, name)(asked)
         if name == "generate_until":
             assert answers == expected
         elif name == "loglikelihood":
@@ -203,11 +223,13 @@ def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
     Claim (serving): a run that evaluates tasks trains bit for bit as without, also resumed; tasks
     and files have the results of tools/evaluate.py, and so has `--eval-only`
     """
-    corpus, cloze = GOLDEN / "corpus.jsonl", tmp_path / "cloze.jsonl"
+    corpus = GOLDEN / "corpus.jsonl"
+    cloze = tmp_path / "cloze.jsonl"
     cloze.write_text('{"text": "the quick brown fox"}\n{"text": "line one and line two"}\n')
     data = {"data_path": GOLDEN / "GPT2BPETokenizer", "split": "1,0,0", "eval_iters": 0}
     data["data_cache_path"] = tmp_path / "cache"
-    run, without = tmp_path / "run", tmp_path / "without"
+    run = tmp_path / "run"
+    without = tmp_path / "without"
     launcher.start({**run_settings, **data, "save": without}, ranks=2).succeed()
     files = f"perplexity={corpus}", f"LAMBADA={cloze}"
     tasks = {"eval_tasks": files, "eval_tasks_interval": 2, "overlapping_eval": 5}

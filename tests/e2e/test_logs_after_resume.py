@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_ds.reports import report, watch
 from tests.e2e.runs import Launcher, Settings, losses, records, steps
-from tools import report, watch
 
-LAST, SAVED, KILL_POSITION = 8, 3, 20
-"""Batches of 4 samples: the kill is in iteration 6, three after the checkpoint."""
+LAST = 8
+"""The last iteration."""
+SAVED = 3
+"""Iteration of the checkpoint."""
+KILL_POSITION = 20
+"""Sample of the kill. Batches have 4, so it is in iteration 6, three after the checkpoint."""
 TAG = "lm-loss-training/lm loss"
 
 
@@ -38,10 +42,19 @@ def check_events(save: Path, output: str) -> None:
     """The killed run has no end; the resumed one has every event of its log."""
     found = events_in(save)
     assert [(each["event"], each["iteration"]) for each in found if each["event"] != "warning"] == [
-        *(("start", 0), ("about", 0), ("start-up", 1), ("memory", 1)),
-        *(("checkpoint", SAVED), ("start", SAVED), ("about", SAVED), ("start-up", SAVED + 1)),
-        *(("memory", SAVED + 1), ("checkpoint", 2 * SAVED), ("checkpoint", LAST)),
-        *(("memory", LAST), ("end", LAST)),
+        ("start", 0),
+        ("about", 0),
+        ("start-up", 1),
+        ("memory", 1),
+        ("checkpoint", SAVED),
+        ("start", SAVED),
+        ("about", SAVED),
+        ("start-up", SAVED + 1),
+        ("memory", SAVED + 1),
+        ("checkpoint", 2 * SAVED),
+        ("checkpoint", LAST),
+        ("memory", LAST),
+        ("end", LAST),
     ]
     start = next(each for each in found if each["event"] == "start")
     assert (start["ranks"], start["total_iterations"]) == (2, LAST)
@@ -74,7 +87,8 @@ def test_a_killed_and_resumed_run_logs_every_step_once(
 
     Claim (logging): after a kill and resume, no step appears twice in the logs or in TensorBoard
     """
-    save, board = tmp_path / "run", tmp_path / "board"
+    save = tmp_path / "run"
+    board = tmp_path / "board"
     settings = {**base, "train_iters": LAST, "save_interval": SAVED, "save": save, "load": save}
     settings |= {"tensorboard_dir": board, "log_timers_to_tensorboard": True}
     settings |= {"eval_interval": 2, "eval_iters": 1}
@@ -133,7 +147,8 @@ def test_a_killed_and_resumed_run_logs_every_step_once(
 def test_a_run_killed_before_its_first_save_starts_over_and_keeps_old_logs(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    save, board = tmp_path / "run", tmp_path / "board"
+    save = tmp_path / "run"
+    board = tmp_path / "board"
     settings = {**base, "train_iters": 3, "global_batch_size": 2}
     settings |= {"save": save, "load": save, "tensorboard_dir": board}
     killed = launcher.start(settings, fault="micro-batch:4:kill-all")

@@ -31,7 +31,8 @@ def test_a_run_with_exit_interval_equals_an_uninterrupted_one(
 ) -> None:
     """Exits and resumes until the end, with exits inside log intervals."""
     settings = {**base, "train_iters": 6, "eval_iters": 1, "eval_interval": 5, "log_interval": 4}
-    full, parts = tmp_path / "full", tmp_path / "parts"
+    full = tmp_path / "full"
+    parts = tmp_path / "parts"
     launcher.start({**settings, "save": full}).succeed()
     settings |= {"save": parts, "load": parts}
     output = launcher.start({**settings, "exit_interval": 3}).succeed()
@@ -46,7 +47,8 @@ def test_a_run_with_exit_interval_equals_an_uninterrupted_one(
 
 
 def test_the_kill_switch_stops_the_run(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
-    run, switch = tmp_path / "run", tmp_path / "switch"
+    run = tmp_path / "run"
+    switch = tmp_path / "switch"
     settings = {**base, "train_iters": ENDLESS, "kill_switch_path": switch, "save": run}
     started = launcher.start(settings, ranks=2)
     started.wait_until(has_trained(run))
@@ -69,7 +71,8 @@ def test_evaluations_run_at_their_interval_and_at_the_end(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """They change nothing in the training, and --skip-train repeats the last ones only."""
-    run, without = tmp_path / "run", tmp_path / "without"
+    run = tmp_path / "run"
+    without = tmp_path / "without"
     settings = {**base, "train_iters": 5, "eval_interval": 2, "eval_iters": 2, "save": run}
     launcher.start({**settings, "eval_iters": 0, "save": without}).succeed()
     output = launcher.start(settings).succeed()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.loading.programs import convert as convert_checkpoint
 from tests.e2e.runs import Launcher, Settings, steps
-from tools import convert_checkpoint
 
 LOSSES = (5.560256, 5.651052, 5.564013)
 NORMS = (1.072, 0.955, 0.869)

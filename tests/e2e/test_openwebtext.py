@@ -48,9 +48,11 @@ def test_complete_pipeline_in_one_command(tmp_path: Path, run_tool: Run) -> None
         {"text": f"{long} {TASK}. {long}", "url": "https://www.example.com/"},
         {"text": f"Another text begins here. {ENGLISH} {TASK}. " + ENGLISH * 9, "id": 7},
     )
-    hosts, tasks = tmp_path / "hosts.txt", write(tmp_path / "tasks.jsonl", {"q": TASK})
+    hosts = tmp_path / "hosts.txt"
+    tasks = write(tmp_path / "tasks.jsonl", {"q": TASK})
     hosts.write_text("example.com\n")
-    out, dropped = tmp_path / "out.jsonl.gz", tmp_path / "dropped.jsonl"
+    out = tmp_path / "out.jsonl.gz"
+    dropped = tmp_path / "dropped.jsonl"
     files = ("--input", source, "--output", out, "--dropped-output", dropped)
     files += ("--url-blacklist", hosts, "--eval-task-files", tasks, "--report", tmp_path / "r.json")
     printed = run_tool(clean, *files, "--contamination-margin-chars", 0, "--workers", 1)
@@ -181,7 +183,9 @@ def test_filter_ngrams_accepts_megatron_flags(tmp_path: Path, run_tool: Run) -> 
 
 
 def test_blacklist_urls_accepts_megatron_flags(tmp_path: Path, run_tool: Run) -> None:
-    urls, out, hosts = tmp_path / "urls", tmp_path / "out.txt", tmp_path / "list.txt"
+    urls = tmp_path / "urls"
+    out = tmp_path / "out.txt"
+    hosts = tmp_path / "list.txt"
     urls.mkdir()
     (urls / "1.txt").write_text("https://b.org/\nhttps://b.org/x.pdf\nno\n\n")
     (urls / "2.txt").write_bytes(b"https://a.org/\n\xff\nhttps://b.org/\n")
@@ -199,7 +203,8 @@ def test_blacklist_urls_accepts_megatron_flags(tmp_path: Path, run_tool: Run) ->
 
 
 def test_find_duplicates_accepts_megatron_flags(tmp_path: Path, run_tool: Run) -> None:
-    words, out = [f"w{number}" for number in range(100)], tmp_path / "out"
+    words = [f"w{number}" for number in range(100)]
+    out = tmp_path / "out"
     rows = ({"id": "a", "text": " ".join(words)}, {"id": "b", "text": " ".join(words[::-1])})
     one = write(tmp_path / "1.jsonl", *rows)
     two = write(tmp_path / "2.jsonl", {"url": "u", "text": " ".join(words[:97])}, {"text": "x"})
@@ -219,7 +224,8 @@ def test_find_duplicates_accepts_megatron_flags(tmp_path: Path, run_tool: Run) -
 def test_find_duplicates_rejects_invalid_runs_and_keeps_its_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Run
 ) -> None:
-    one, out = write(tmp_path / "1.jsonl", *[{"id": "a", "text": "x"}] * 30), tmp_path / "out"
+    one = write(tmp_path / "1.jsonl", *[{"id": "a", "text": "x"}] * 30)
+    out = tmp_path / "out"
     shown = run_tool(
         script("find_duplicates.py"), "--inputs", one, "id", "--output", one, status=2
     ).err

@@ -21,7 +21,7 @@ DOCUMENTS = 20_000
 TOOL = """
 import contextlib, multiprocessing, resource, sys
 from megatron_ds.fileio import resumable
-from tools import preprocess_data
+from megatron_ds.preprocess import command as preprocess_data
 
 resumable.COMMIT_SECONDS = 0.0
 

@@ -198,7 +198,8 @@ def test_changed_added_and_removed_inputs_are_refused(tmp_path: Path) -> None:
 
 
 def test_inputs_in_another_order_are_refused(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first = tmp_path / "first.jsonl"
+    second = tmp_path / "second.jsonl"
     for path in (first, second):
         path.write_text('{"a": "1 2", "b": "3"}\n' * 200)
     chosen = options(tmp_path, "folder", chunk_size=2)

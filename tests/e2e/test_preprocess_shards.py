@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.fileio import resumable
+from megatron_ds.preprocess import command as preprocess_data
 from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.documents.sentence_splitter import choose_splitter
 from megatron_ds.preprocess.options import PreprocessOptions
@@ -37,7 +38,6 @@ from tests.preprocess_runs import (
 )
 from tests.problems import codes, printed_codes, raises_problem
 from tests.proofs.cases import with_proofs
-from tools import preprocess_data
 
 
 @pytest.fixture(autouse=True)
@@ -147,8 +147,9 @@ def test_any_lines_have_the_bytes_of_one_process(
     assert output_files(tmp_path) == wanted
 
 
+@pytest.mark.parametrize("stride", with_proofs([7, 1], [1]))
 def test_a_process_that_is_killed_anywhere_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a shard or while merging; complete shards are not read again.
 
@@ -159,7 +160,7 @@ def test_a_process_that_is_killed_anywhere_is_repeated(
     _, wanted = run_uninterrupted(given)
     monkeypatch.setattr(resumable, "COMMIT_SECONDS", 0.0)
     first, last = (dataclasses.replace(given, shard=shard) for shard in shards_of(2))
-    for number in range(1, 100, 3):
+    for number in range(1, 100, stride):
         remove_output(tmp_path)
         assert preprocess_shard(first, TOKENIZER) is None
         record = Path(shard_folder(given.output_prefix), "0-of-2.progress.json")

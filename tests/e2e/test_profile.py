@@ -13,7 +13,8 @@ import pytest
 
 from tests.e2e.runs import Launcher, Record, Settings, records, steps
 
-LAST, EXIT = 4, 2
+LAST = 4
+EXIT = 2
 MEASURED = ("time/", "layer_", "num_zeros_in_grad")
 """Beginnings of the metrics that the flags add."""
 
@@ -48,7 +49,9 @@ def test_what_is_measured_changes_nothing(
 
     Claim (logging): `--log-straggler` names the ranks and hosts that wait least for the others
     """
-    plain, save, table = tmp_path / "plain", tmp_path / "run", tmp_path / "metrics.csv"
+    plain = tmp_path / "plain"
+    save = tmp_path / "run"
+    table = tmp_path / "metrics.csv"
     launcher.start({**settings, "save": plain}, ranks=2).succeed()
     measured = {
         **settings,

@@ -22,7 +22,8 @@ from tests.object_server import BUCKET, s3_server
 KILLS = 50
 IN_START_UP = 0.2
 """Part of the kills that are drawn from the start-up; the others follow the first iteration."""
-START_UP_S, TRAINING_S = 2.5, 0.8
+START_UP_S = 2.5
+TRAINING_S = 0.8
 REPORTED = re.compile(r"saved (?:local )?checkpoint at iteration +(\d+)")
 LOADED = re.compile(r"^ loading checkpoint from .* at iteration (\d+)$", re.MULTILINE)
 KINDS: dict[str, Settings] = {
@@ -93,7 +94,8 @@ def test_kills_at_random_moments_lose_no_checkpoint_and_change_no_bit(
     was reported, or a newer one, and every recorded step equals an uninterrupted run, bit for bit
     """
     seed = list(KINDS).index(kind)
-    draw, metrics = random.Random(seed), tmp_path / "metrics.jsonl"
+    draw = random.Random(seed)
+    metrics = tmp_path / "metrics.jsonl"
     environment: Mapping[str, str] = {}
     settings = {**base, "global_batch_size": 4, "train_iters": ENDLESS, **KINDS[kind]}
     run = {**settings, "save": tmp_path / "run", "metrics_jsonl": metrics}
@@ -103,8 +105,10 @@ def test_kills_at_random_moments_lose_no_checkpoint_and_change_no_bit(
     if kind == "local":
         run["local_checkpoint_dir"] = tmp_path / "node-$RANK"
     run["load"] = run["save"]
-    reported, resumes = 0, Counter[str]()
-    phases, seen = Counter[str](), dict[int, list[Record]]()
+    reported = 0
+    resumes = Counter[str]()
+    phases = Counter[str]()
+    seen = dict[int, list[Record]]()
 
     def record(output: str) -> None:
         nonlocal reported

@@ -22,7 +22,8 @@ TABLES = tables(__file__, tuple)
 # Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
 # after 20 samples. The kill is in iteration 6, at the second micro-step of two ranks or the third
 # of one; the resumed run repeats iteration 5.
-SAVED, KILL_POSITION = 4, 32
+SAVED = 4
+KILL_POSITION = 32
 SCHEDULE: Settings = TABLES["schedule"]
 
 CONVERTER = REPOSITORY / "tools" / "convert_checkpoint" / "ds_to_universal.py"
@@ -42,7 +43,8 @@ def zero3(**values: Any) -> dict[str, Any]:
 
 ON_CPU = {"device": "cpu"}
 FOLDED = {"pipeline_schedule": "dualpipev", "num_layers": 4, "micro_batch_size": 1}
-TP2, SEQUENCE = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}
+TP2 = {"tensor_model_parallel_size": 2}
+SEQUENCE = {"sequence_parallel": True}
 PACKED = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), True)
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
@@ -60,7 +62,8 @@ MORE: dict[str, tuple[int, dict[str, Any], Settings]] = {
     "zero1-tp2-lion": (2, {"stage": 1}, {**TP2, **SEQUENCE, "optimizer": "lion"}),
     "zero2-tp2-bf16-guard": (2, {"stage": 2}, {**TP2, "bf16": True, **GUARD}),
     "zero3-dp2-bf16-offload": (
-        *(2, zero3(offload_optimizer=ON_CPU, offload_param=ON_CPU)),
+        2,
+        zero3(offload_optimizer=ON_CPU, offload_param=ON_CPU),
         {"bf16": True},
     ),
     "zero0-folded": (2, {"stage": 0}, {**PP2, **FOLDED}),
@@ -71,7 +74,8 @@ def run_both(
     launcher: Launcher, settings: Settings, folder: Path, ranks: int, kill_position: int
 ) -> Path:
     """The folder of a run that is killed in iteration 6 and resumed, and equals another one."""
-    full, parts = folder / "full", folder / "parts [1]"
+    full = folder / "full"
+    parts = folder / "parts [1]"
     uninterrupted = launcher.start({**settings, "save": full}, ranks=ranks)
     fault = f"micro-batch:{kill_position}:kill-all"
     killed = launcher.start({**settings, "save": parts}, ranks=ranks, fault=fault)
@@ -142,7 +146,8 @@ def test_another_global_batch_size_continues_with_the_next_samples(
     Claim (checkpoints): a resume with another global batch size continues as
     `--step-batch-size-schedule` does in a run that never stopped, bit for bit
     """
-    full, parts = tmp_path / "full", tmp_path / "parts"
+    full = tmp_path / "full"
+    parts = tmp_path / "parts"
     settings = {**base, "train_samples": 48, "lr_decay_style": "cosine", "lr_warmup_samples": 16}
     schedule = {"step_batch_size_schedule": "0:4 512:8", "global_batch_size": 8}
     uninterrupted = launcher.start({**settings, **schedule, "save": full})
@@ -169,7 +174,8 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
     Claim (checkpoints): and so does `pretrain_gpt.py`, from checkpoints and from universal ones,
     with its schedules, ramp-up, samples and dropout of hidden states
     """
-    full, parts = tmp_path / "full", tmp_path / "parts"
+    full = tmp_path / "full"
+    parts = tmp_path / "parts"
     settings = {**base, **SCHEDULE, "attention_dropout": 0.0}
     launcher.start({**settings, "save": full}).succeed()
     layouts = (
@@ -192,7 +198,8 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
     assert [record["iteration"] for record in steps(tuned)] == [1, 2]
     assert steps(tuned)[0]["lm_loss"] < steps(full)[0]["lm_loss"] - 0.3
 
-    continued, expected = steps(parts), steps(full)[SAVED:]
+    continued = steps(parts)
+    expected = steps(full)[SAVED:]
     assert len(continued) == len(expected)
     for ours, theirs in zip(continued, expected, strict=True):
         assert ours == {

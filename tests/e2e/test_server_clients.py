@@ -39,7 +39,7 @@ def trained(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "num_attention_heads": 4,
         "seq_length": MAX_LENGTH,
         "micro_batch_size": 4,
-        "lr": 3e-3,
+        "lr": 6e-3,
         "data_path": GOLDEN / "GPT2BPETokenizer",
         "data_cache_path": folder,
         "split": "100,0,0",
@@ -51,7 +51,7 @@ def trained(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "log_interval": 100,
         "eval_iters": 0,
         "num_workers": 0,
-        "train_iters": 300,
+        "train_iters": 150,
         "save": folder,
     }
     launcher.start(settings).succeed()
@@ -178,7 +178,8 @@ def check_echo(server: Server, name: str) -> None:
     client = client_of(server)
     asked: dict[str, Any] = {"prompt": PROMPTS, "echo": True, "logprobs": 1, "temperature": 0}
     whole = client.completions.create(model=name, max_tokens=5, **asked)
-    texts, tokens = [""] * len(PROMPTS), [list[str]() for _ in PROMPTS]
+    texts = [""] * len(PROMPTS)
+    tokens = [list[str]() for _ in PROMPTS]
     for event in client.completions.create(model=name, max_tokens=5, stream=True, **asked):
         for each in event.choices:
             texts[each.index] += each.text

@@ -54,7 +54,7 @@ def assert_resumes(launcher: Launcher, settings: Settings, save: Path, *, ranks:
         # The wrapper is killed by the signal without forwarding it; its ranks notice.
         ("deepspeed", -signal.SIGTERM, "exiting program since its launcher is gone."),
         pytest.param(
-            *("torchrun", 1, "exiting program after receiving SIGTERM."), marks=pytest.mark.proof
+            "torchrun", 1, "exiting program after receiving SIGTERM.", marks=pytest.mark.proof
         ),
     ],
 )

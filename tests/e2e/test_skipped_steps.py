@@ -23,7 +23,8 @@ def test_skips_are_counted_logged_and_survive_a_resume(
     """Scale, hysteresis and window are restored, so both runs skip the same steps."""
     settings = {**base, **FP16, "train_iters": 14, "lr_warmup_iters": 6}
     settings |= {"initial_loss_scale": 2**22, "loss_scale_window": 2}
-    full, parts = tmp_path / "full", tmp_path / "parts"
+    full = tmp_path / "full"
+    parts = tmp_path / "parts"
     settings_full = {**settings, "save": full, "tensorboard_dir": full / "board"}
     output = launcher.start(settings_full, ranks=2).succeed()
     first = {**settings, "save": parts, "exit_interval": 4}
@@ -51,6 +52,28 @@ def test_skips_are_counted_logged_and_survive_a_resume(
     board = EventAccumulator(str(full / "board")).Reload()
     shown = [event.value for event in board.Scalars("loss-scale/loss-scale")]
     assert shown == scales
+
+
+def test_a_broken_copy_of_a_weight_costs_one_step(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Claim (non-finite): a gradient that is not finite in a copy that the norm does not count is
+    skipped on all ranks, the good checkpoint before it stays, and the run is resumed"""
+    settings = {**base, "global_batch_size": 8, "tensor_model_parallel_size": 2, "zero_stage": 1}
+    settings |= {"attention_dropout": 0, "train_iters": 3, "save": tmp_path}
+    settings |= {"save_interval": 1, "keep_last": 1}
+    script = Path(__file__).with_name("broken_copy.py")
+    output = launcher.start({**settings, "exit_interval": 2}, script=script, ranks=2).succeed()
+    assert [record["skipped"] for record in records(tmp_path)] == [False, True]
+    assert "[saved-after-skipped-step]" in output
+    checkpoints = sorted(path.name for path in tmp_path.glob("global_step*"))
+    assert checkpoints == ["global_step1", "global_step2"]
+
+    output = launcher.start({**settings, "load": tmp_path}, ranks=2).succeed()
+    assert f"loading checkpoint from {tmp_path} at iteration 2\n" in output
+    assert "[checkpoint-skipped]" not in output
+    assert [record["skipped"] for record in records(tmp_path)] == [False, True, False]
+    assert [path.name for path in tmp_path.glob("global_step*")] == ["global_step3"]
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,45 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ds.data.gpt_dataset import END_MARK
+from megatron_ds.usage.documents import documents_of
+from megatron_ds.usage.run_data import RunData
 from tests.e2e.conftest import write_corpus
 from tests.e2e.runs import Launcher, Settings, checkpoint_differences, steps
-from tests.tables import tables
-from tools.data_usage import RunData, parts_of
-
-TABLES = tables(__file__)
 
 Factory = pytest.TempPathFactory
 
-STAGES = TABLES["stages"]
-BOUNDARY, INSIDE, LAST = 2, 4, 7
-"""Iterations: the end of the first stage, one in the second, the last one."""
+STAGES = [
+    {"name": "stable", "train-iters": 2, "lr-warmup-iters": 2, "lr-decay-style": "constant"},
+    {
+        "name": "mid",
+        "train-tokens": "1500",
+        "lr-decay-style": "linear",
+        "seq-length": 64,
+        "global-batch-size": 8,
+        "micro-batch-size": 4,
+        "rotary-base": 500000.0,
+        "weight-decay": 0.1,
+    },
+    {
+        "name": "long",
+        "train-samples": 9,
+        "lr": 0.002,
+        "min-lr": 0.001,
+        "lr-decay-style": "WSD",
+        "lr-wsd-decay-style": "minus_sqrt",
+        "lr-wsd-decay-samples": 8,
+        "seq-length": 96,
+        "position-embedding-type": "yarn",
+        "rotary-scaling-factor": 3.0,
+        "yarn-original-max-position-embeddings": 32,
+    },
+]
+BOUNDARY = 2
+"""Last iteration of the first stage."""
+INSIDE = 4
+"""An iteration of the second stage."""
+LAST = 7
+"""The last iteration."""
 KILLS = (8, 24)
 """Samples before the micro-batches of the kills, in the first and the third step of `mid`."""
 RECORD = "samples.jsonl"
@@ -33,21 +59,20 @@ LAYOUTS: dict[str, Settings] = {
 
 def printed_tokens(run: Path, last: int) -> dict[int, list[int]]:
     """The tokens of the documents that tools/data_usage.py prints for all steps, by sample."""
-    data, samples = RunData(run, trusts_files=True, trusts_code=False), dict[int, list[int]]()
+    data = RunData(run, trusts_files=True, trusts_code=False)
+    samples = dict[int, list[int]]()
     for step in range(1, last + 1):
         steps = data.of_step(step)
         for position in steps.samples(step):
-            parts = parts_of(steps, position)
+            parts = documents_of(steps, position)
             samples[position] = [token for part in parts for token in part.ids]
     return samples
 
 
 def recorded_tokens(run: Path) -> dict[int, list[int]]:
-    """The tokens of the samples that the model of a run has read; some tokens have marks."""
+    """The tokens of the samples that the model of a run has read."""
     lines = map(json.loads, (run / RECORD).read_text().splitlines())
-    samples = {first + index: row for first, _, rows in lines for index, row in enumerate(rows)}
-    assert any(token >= END_MARK for row in samples.values() for token in row)
-    return {position: [token & ~END_MARK for token in row] for position, row in samples.items()}
+    return {first + index: row for first, _, rows in lines for index, row in enumerate(rows)}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +121,9 @@ def test_stages_killed_and_resumed_equal_an_uninterrupted_run(
     text = (tmp_path / "events.jsonl").read_text()
     events = [event for event in map(json.loads, text.splitlines()) if event["event"] == "stage"]
     assert [(event["iteration"], event["text"].split(":")[0]) for event in events] == [
-        *((BOUNDARY, "mid"), (BOUNDARY, "mid"), (5, "long"))
+        (BOUNDARY, "mid"),
+        (BOUNDARY, "mid"),
+        (5, "long"),
     ]
     for key, values in {
         "global_batch_size": [4, 4, 8, 8, 8, 4, 4],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.training.verification import Trust, verify
+from megatron_ds.training.replay.verification import Trust, verify
 from tests.e2e.corrupted_run import DATA, FORWARD, GRADIENT, OPTIMIZER, RANDOM, WEIGHT
 from tests.e2e.runs import Launcher, Settings
 from tests.proofs.cases import with_proofs
@@ -79,7 +79,8 @@ def test_every_layout_equals_its_replay(
 ) -> None:
     """Claim (logging): recorded runs of every kind of parallelism and number format equal their
     replays as one process"""
-    ranks, settings = LAYOUTS[layout]["ranks"], {**base, "global_batch_size": 8, "train_iters": 6}
+    ranks = LAYOUTS[layout]["ranks"]
+    settings = {**base, "global_batch_size": 8, "train_iters": 6}
     settings |= {
         "save": tmp_path,
         "save_interval": 3,

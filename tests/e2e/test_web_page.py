@@ -81,7 +81,8 @@ class Served:
 def served(
     browser: Browser, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> Iterator[Served]:
-    folder, port = tmp_path / "run", free_port()
+    folder = tmp_path / "run"
+    port = free_port()
     rope = {"position_embedding_type": "rope", "train_iters": 2, "global_batch_size": 4}
     evaluation = {"eval_interval": 1, "eval_iters": 1}
     launcher.start({**base, **rope, **evaluation, "save": folder}).succeed()
@@ -133,7 +134,8 @@ def assert_details_are_those_of_the_api(page: Page, served: Served) -> None:
     """Of a greedy text of six tokens after `1 2 3`, which is the only one on the page."""
     fields = {"prompt": "1 2 3", "max_tokens": 6, "temperature": 0, "logprobs": 5}
     choice = served.call("v1/completions", fields)["choices"][0]
-    tokens, logprobs = page.locator(".token"), choice["logprobs"]
+    tokens = page.locator(".token")
+    logprobs = choice["logprobs"]
     assert "".join(tokens.all_text_contents()) == choice["text"]
 
     def check(place: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.config.options.deepspeed_file import get, leaves
+from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses
 
@@ -32,7 +32,8 @@ def test_provided_files_run_and_are_saved_with_the_checkpoints(
 
     Claim (deepspeed): a run with the `config.yaml` of another one has its losses to the last digit
     """
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     settings = {**base, **SCHEDULE, "bf16": True}
     if name == "zero3_nvme.json":
         settings["nvme_path"] = tmp_path / "disk"

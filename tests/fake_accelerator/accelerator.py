@@ -27,7 +27,8 @@ class FakeAccelerator(CPU_Accelerator):
     def __init__(self, *, has_fp64: bool = True) -> None:
         super().__init__()
         self._has_fp64 = has_fp64
-        self._name, self._communication_backend_name = NAME, BACKEND
+        self._name = NAME
+        self._communication_backend_name = BACKEND
 
     def is_synchronized_device(self) -> bool:
         return False
@@ -192,10 +193,23 @@ def host_views(value: Any) -> Any:
 
 
 for _name in (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "recv", "alltoall"),
-    *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("all_to_all_single", "gather", "scatter"),
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "send",
+    "recv",
+    "alltoall",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "all_to_all_single",
+    "gather",
+    "scatter",
 ):
     setattr(FakeCCL, _name, _forwarded(_name))
 

@@ -69,27 +69,51 @@ GOOD = b'{"text": "1 2"}\n'
 # Files of a single rejected line, by the reason.
 REJECTED_LINES = {
     "broken JSON": [
-        *(b"\0", b"{'text': '1'}\n", b'{"text": "1",}\n', b'{"text": "1"} {"text": "2"}\n'),
-        *(b'{"text": "1\x01"}\n', b'{"text": "1\r2"}\n', rb'{"text": "\x31"}', b"1" * 5000),
+        b"\0",
+        b"{'text': '1'}\n",
+        b'{"text": "1",}\n',
+        b'{"text": "1"} {"text": "2"}\n',
+        b'{"text": "1\x01"}\n',
+        b'{"text": "1\r2"}\n',
+        rb'{"text": "\x31"}',
+        b"1" * 5000,
         b'{"text": "1"}\r{"text": "2"}\r',  # lines that end in CR alone
         b'{"text": "1\n' + GOOD,  # a truncated object with more after it
-        *(b"[" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+        b"[" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
     ],
     "invalid UTF-8": [
-        *(b'{"text": "\xff\xfe"}\n', b'{"text": "\xc3"}\n', '{"text": "é"}'.encode("latin-1")),
-        *(rb'{"text": "\ud800"}', b'{"text": "\xed\xa0\x80"}'),  # a lone surrogate
+        b'{"text": "\xff\xfe"}\n',
+        b'{"text": "\xc3"}\n',
+        '{"text": "é"}'.encode("latin-1"),
+        rb'{"text": "\ud800"}',
+        b'{"text": "\xed\xa0\x80"}',  # a lone surrogate
     ],
     "wrong type": [
-        *(b'["text"]\n', b'"text"\n', b"5\n", b"null\n", b"NaN\n", b'{"text": null}\n'),
-        *(b'{"text": 12}\n', b'{"text": ["1"]}\n', b'{"text": {"a": 1}}\n', b'{"text": true}\n'),
+        b'["text"]\n',
+        b'"text"\n',
+        b"5\n",
+        b"null\n",
+        b"NaN\n",
+        b'{"text": null}\n',
+        b'{"text": 12}\n',
+        b'{"text": ["1"]}\n',
+        b'{"text": {"a": 1}}\n',
+        b'{"text": true}\n',
     ],
     "missing key": [
-        *(b"{}\n", b'{"Text": "1"}\n', json.dumps({"k" * 1_000_000: 1}).encode()),
+        b"{}\n",
+        b'{"Text": "1"}\n',
+        json.dumps({"k" * 1_000_000: 1}).encode(),
         json.dumps({f"k{n}": n for n in range(1000)}).encode(),
     ],
     REFUSED_TEXT: [
-        *(b'{"text": "x"}\n', b'{"text": "1 1000"}\n', b'{"text": "' + b"9" * 5000 + b'"}'),
-        *('{"text": "١"}'.encode(), b'{"text": "1_0"}', '{"text": "²"}'.encode()),
+        b'{"text": "x"}\n',
+        b'{"text": "1 1000"}\n',
+        b'{"text": "' + b"9" * 5000 + b'"}',
+        '{"text": "١"}'.encode(),
+        b'{"text": "1_0"}',
+        '{"text": "²"}'.encode(),
     ],
     "too long": [b'{"text": "' + b"1 " * 3_000_000 + b'"}'],
 }
@@ -154,7 +178,8 @@ def test_unusual_valid_lines(tmp_path: Path, content: bytes, expected: list[list
 @settings(FUZZ_SETTINGS, max_examples=30)
 def test_rejected_lines_are_listed(folder: Path, content: bytes) -> None:
     lines = content.split(b"\n")
-    good, bad = [], []
+    good = []
+    bad = []
     for number, line in enumerate(lines, 2):
         strictly = functools.partial(run, folder, line + b"\n")
         found = read_or_error(strictly, str(folder / "in.jsonl"))

@@ -98,8 +98,25 @@ PATHS = ("/api", "/v1/completions", "/v1/chat/completions")
 TEXTS = ("A", "AB", "é€", "A" * 20, "\n", "A: B", "ab", "", "AB~", "x" * 100_000, "\ud800")
 KINDS = {"prompts": GenerationRequest, "prompt": CompletionRequest, "messages": ChatRequest}
 POOL: tuple[Any, ...] = (
-    *(0, 1e-300, 1e-45, 1e-9, 0.1, 0.5, 0.9, 1, 2, 3, 50, 1000, False, True, -10),
-    *("A", ["A", "B"], ["\n" * 50], {"include_usage": True}),
+    0,
+    1e-300,
+    1e-45,
+    1e-9,
+    0.1,
+    0.5,
+    0.9,
+    1,
+    2,
+    3,
+    50,
+    1000,
+    False,
+    True,
+    -10,
+    "A",
+    ["A", "B"],
+    ["\n" * 50],
+    {"include_usage": True},
 )
 """Values of fields, as far as they are valid by themselves."""
 
@@ -157,7 +174,8 @@ def test_a_live_server_answers_each_request_in_time(monkeypatch: pytest.MonkeyPa
     )
     chat = ChatApi(completions, template)
     apis = dict(zip(PATHS, (MegatronApi(service, Defaults()), completions, chat), strict=True))
-    log, statuses = list[str](), list[int]()
+    log = list[str]()
+    statuses = list[int]()
     server = TextServer(scheduler, apis, log.append, ServerOptions(timeout=DEADLINE), {})
 
     def send(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:

@@ -24,12 +24,27 @@ NUMBERS = st.floats().map(str) | st.sampled_from(
 )
 # A prefix first, an odd number of words, then weights that are no shares.
 BLENDS = [
-    *("a 1", "1 a 2", "-1 a 2 b", "inf a 1 b", "nan a", "0 a -0 b"),
+    "a 1",
+    "1 a 2",
+    "-1 a 2 b",
+    "inf a 1 b",
+    "nan a",
+    "0 a -0 b",
     "1e308 a 1e308 b",  # an infinite sum
 ]
 SPLITS = [
-    *("", "train", "1,1,1,1", "2,-1,0", "0,0,0", "inf,1,1", "nan,1,1", "1e308,1e308,1e308"),
-    *("9,,1", "8;1;1", "8/1,1", "80%,10%,10%"),
+    "",
+    "train",
+    "1,1,1,1",
+    "2,-1,0",
+    "0,0,0",
+    "inf,1,1",
+    "nan,1,1",
+    "1e308,1e308,1e308",
+    "9,,1",
+    "8;1;1",
+    "8/1,1",
+    "80%,10%,10%",
 ]
 
 

@@ -25,7 +25,11 @@ from tests.token_files import write_pair
 
 DOCUMENTS = [[5, 6, 7], [], [1], [65000, 2, 3, 4], [9, 9]]
 COUNT = len(DOCUMENTS)
-VERSION_AT, CODE_AT, N_AT, D_AT, LENGTHS_AT = 9, 17, 18, 26, 34
+VERSION_AT = 9
+CODE_AT = 17
+N_AT = 18
+D_AT = 26
+LENGTHS_AT = 34
 POINTERS_AT = LENGTHS_AT + 4 * COUNT
 DOCUMENTS_AT = LENGTHS_AT + 12 * COUNT
 END_AT = DOCUMENTS_AT + 8 * COUNT
@@ -91,15 +95,15 @@ CHANGES: dict[str, list[tuple[Any, ...]]] = {
         *((POINTERS_AT, "q", pointer) for pointer in (2, -2)),
         (POINTERS_AT + 8, "q", 5),
         (POINTERS_AT + 16, "qq", 8, 6),
-        *((POINTERS_AT + 24, "q", 1 << 40), (POINTERS_AT + 32, "q", (1 << 63) - 1)),
+        (POINTERS_AT + 24, "q", 1 << 40),
+        (POINTERS_AT + 32, "q", (1 << 63) - 1),
         (POINTERS_AT, f"{COUNT}q", *[0] * COUNT),
         (POINTERS_AT, f"{COUNT}q", 0, 3, 3, 4, 8),  # counted in tokens
     ],
-    "damaged-document-index": [
-        *((DOCUMENTS_AT, "q", 1), (END_AT, "q", COUNT - 1), (END_AT, "q", 99))
-    ],
+    "damaged-document-index": [(DOCUMENTS_AT, "q", 1), (END_AT, "q", COUNT - 1), (END_AT, "q", 99)],
     "documents-not-in-order": [
-        *((DOCUMENTS_AT + 8, "qq", 3, 1), (DOCUMENTS_AT + 8, "q", -1)),
+        (DOCUMENTS_AT + 8, "qq", 3, 1),
+        (DOCUMENTS_AT + 8, "q", -1),
         (DOCUMENTS_AT + 8, "q", 1 << 50),
     ],
 }

@@ -69,15 +69,21 @@ def vocab(**changes: Any) -> str:
 
 BAD_VOCABS: dict[str, list[str | bytes]] = {
     "tokenizer-file-not-json": [
-        *("", "a 0\nb 1\n", json.dumps(VOCAB)[:-100], "[" * 100_000),
-        *(b'{"\xff": 0}', b"\0" * 64),
+        "",
+        "a 0\nb 1\n",
+        json.dumps(VOCAB)[:-100],
+        "[" * 100_000,
+        b'{"\xff": 0}',
+        b"\0" * 64,
     ],
     "tokenizer-file-not-json-object": [json.dumps(list(VOCAB)), "null"],
     "vocabulary-empty": ["{}"],
     "token-id-not-integer": [vocab(he=number) for number in ("256", True, 256.5, None)],
     "token-id-out-of-range": [vocab(he=-1), vocab(he=1 << 40)],
     "token-ids-not-contiguous": [
-        *(vocab(he=5), vocab(hel=300), json.dumps(VOCAB)[:-1] + ', "a": 300}'),
+        vocab(he=5),
+        vocab(hel=300),
+        json.dumps(VOCAB)[:-1] + ', "a": 300}',
         json.dumps({token: number + 1 for token, number in VOCAB.items()}),
     ],
     "end-of-text-token-missing": [json.dumps({t: n for t, n in VOCAB.items() if t != END})],
@@ -163,9 +169,17 @@ EMPTY_MODEL = {"type": "WordLevel", "vocab": {}, "unk_token": "x"}
 GPT2_CLASS = '{"tokenizer_class": "GPT2Tokenizer"}'
 BAD_TOKENIZER_JSON: dict[str, list[str | bytes]] = {
     "tokenizer-json-invalid": [
-        *("", "hello", b"\xff\xfe", "[]", "{}", "[" * 100_000, GOOD[:-9]),
-        *(changed("model", to=MISSING), changed("model", to=None)),
-        *(changed("model", "type", to="X"), changed("model", "vocab", to=[])),
+        "",
+        "hello",
+        b"\xff\xfe",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        GOOD[:-9],
+        changed("model", to=MISSING),
+        changed("model", to=None),
+        changed("model", "type", to="X"),
+        changed("model", "vocab", to=[]),
         changed("model", "vocab", "a", to=-1),
     ],
     "token-id-out-of-range": [changed("model", "vocab", "a", to=(1 << 32) - 1)],

@@ -17,15 +17,19 @@ from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.model.attention.cores import SDPA
 from megatron_ds.model.attention.masks import ragged_bias, score_bias
 from megatron_ds.model.attention.packed import PerDocumentSDPA, document_lengths
+from megatron_ds.model.declaration.parts import NormSpec
 from megatron_ds.model.norm import apex_rms_norm, build_norm
-from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.parallel.mesh import Mesh
 
 pytestmark = [
     pytest.mark.gpu(reason="kernels of the device are compared with the CPU"),
     pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
 ]
-B, S, HEADS, GROUPS, D = 2, 96, 4, 2, 32
+B = 2
+S = 96
+HEADS = 4
+GROUPS = 2
+D = 32
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
 EPSILON = 1e-2
 
@@ -86,7 +90,9 @@ def test_core_equals_plain_attention(name: str, dtype: torch.dtype) -> None:
     check(
         lambda *qkv: core.attend(*qkv, 0.0),
         lambda *qkv: plain_attention(*qkv, bias),
-        *((B, HEADS, S, D), (B, GROUPS, S, D), (B, GROUPS, S, D)),
+        (B, HEADS, S, D),
+        (B, GROUPS, S, D),
+        (B, GROUPS, S, D),
         dtype=dtype,
         tolerance=2e-2,
     )
@@ -111,7 +117,9 @@ def test_grouped_queries_of_texts_of_different_lengths_equal_plain_attention(
     check(
         lambda *qkv: core.attend(*qkv, 0.0),
         lambda *qkv: plain_attention(*qkv, bias),
-        *((2, HEADS, 1, D), (2, GROUPS, S, D), (2, GROUPS, S, D)),
+        (2, HEADS, 1, D),
+        (2, GROUPS, S, D),
+        (2, GROUPS, S, D),
         dtype=dtype,
         tolerance=2e-2,
     )
@@ -135,7 +143,8 @@ def test_norm_equals_its_definition(implementation: str, dtype: torch.dtype) -> 
     check(
         lambda x, weight: functional_call(norm, {"weight": weight}, x),
         definition,
-        *((5, 64), (64,)),
+        (5, 64),
+        (64,),
         dtype=dtype,
         tolerance=1e-2,
     )

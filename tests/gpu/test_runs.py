@@ -71,7 +71,8 @@ def twin(
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    save, done = folder / "twin", folder / "twin.done"
+    save = folder / "twin"
+    done = folder / "twin.done"
     with filelock.FileLock(folder / "twin.lock"):
         if not done.exists():
             settings = {**base, **TRAINING, "save": save, "save_interval": ITERATIONS // 2}
@@ -95,7 +96,8 @@ def test_run_equals_that_of_the_cpu(
 def test_resumed_run_is_bitwise_equal(
     launcher: Launcher, base: Mapping[str, Any], tmp_path: Path, precision: str
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     common = {**base, "train_iters": ITERATIONS, "deterministic_mode": True, precision: True}
     common = {name: value for name, value in common.items() if name != "fp32"}
     if precision == "fp16":
@@ -113,7 +115,8 @@ def test_resumed_run_is_bitwise_equal(
 def test_checkpoint_moves_between_devices(
     launcher: Launcher, base: Mapping[str, Any], twin: Path, tmp_path: Path
 ) -> None:
-    there, back = tmp_path / "there", tmp_path / "back"
+    there = tmp_path / "there"
+    back = tmp_path / "back"
     common = {**base, **TRAINING}
     half = {"ckpt_step": ITERATIONS // 2}
     train(launcher, {**common, **half, "load": twin, "save": there, "save_interval": 1}).succeed()

@@ -31,11 +31,25 @@ Weights = dict[str, Tensor]
 """Full tensors by canonical name."""
 DEFAULTS = TABLES["defaults"]
 FIXED = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
-    *("position_embedding_type", "normalization", "activation", "vocab_size"),
-    *("untie_embeddings_and_output_weights", "add_bias_linear", "expert_interval"),
-    *("multi_latent_attention", "qk_layernorm", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
-    *("qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers"),
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "position_embedding_type",
+    "normalization",
+    "activation",
+    "vocab_size",
+    "untie_embeddings_and_output_weights",
+    "add_bias_linear",
+    "expert_interval",
+    "multi_latent_attention",
+    "qk_layernorm",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "mtp_num_layers",
 )
 """Options that a folder of weights states."""
 
@@ -49,9 +63,13 @@ def complete(options: Options) -> Any:
 
 def initial_weights(options: Options, seed: int) -> Weights:
     """Random weights in fp32, also biases and norms, whose mistakes would not show at 0 and 1."""
-    config, generator = complete(options), torch.Generator().manual_seed(seed)
-    hidden, width, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
-    heads, size = config.num_attention_heads, hidden // config.num_attention_heads
+    config = complete(options)
+    generator = torch.Generator().manual_seed(seed)
+    hidden = config.hidden_size
+    width = config.ffn_hidden_size
+    vocab = config.vocab_size
+    heads = config.num_attention_heads
+    size = hidden // config.num_attention_heads
     groups = config.num_query_groups or heads
     rows = 2 * width if config.activation.endswith("glu") else width
     weights: Weights = {}
@@ -70,7 +88,8 @@ def initial_weights(options: Options, seed: int) -> Weights:
             draw(f"{name}.bias", size)
 
     def latent_attention(name: str) -> None:
-        plain, shared = config.qk_head_dim, config.qk_pos_emb_head_dim
+        plain = config.qk_head_dim
+        shared = config.qk_pos_emb_head_dim
         for part, rank, beside, rows in (
             ("q", config.q_lora_rank, 0, plain + shared),
             ("kv", config.kv_lora_rank, shared, plain + config.v_head_dim),
@@ -100,7 +119,8 @@ def initial_weights(options: Options, seed: int) -> Weights:
             linear(f"{name}.mlp.fc_in", rows, hidden)
             linear(f"{name}.mlp.fc_out", hidden, width)
             continue
-        count, latent = config.num_experts, config.moe_latent_size or hidden
+        count = config.num_experts
+        latent = config.moe_latent_size or hidden
         own = config.moe_ffn_hidden_size or width
         draw(f"{name}.mlp.router.weight", count, hidden, std=0.5)
         if config.moe_router_bias:
@@ -208,12 +228,14 @@ class Experts:
 
     def __call__(self, x_BSH: Tensor, name: str) -> Tensor:
         """The capacity is that of the tokens in Megatron's order, [S, B]."""
-        config, w = self.config, self.weights
+        config = self.config
+        w = self.weights
         x = x_BSH.transpose(0, 1).flatten(0, 1)
         logits = x @ w[f"{name}.router.weight"].double().T
         if config.moe_router_bias:
             logits = logits + w[f"{name}.router.bias"].double()
-        count, kept = config.num_experts, config.moe_router_topk
+        count = config.num_experts
+        kept = config.moe_router_topk
         is_sigmoid = config.moe_router_score_function == "sigmoid"
         is_probability = is_sigmoid or kept == 1 or config.moe_router_pre_softmax
         probabilities = 1 / (1 + (-logits).exp()) if is_sigmoid else logits.softmax(-1)
@@ -244,7 +266,8 @@ class Experts:
         for expert in range(count):
             tokens, choices = (experts_TK == expert).nonzero(as_tuple=True)
             accepted = self._accepted(weights[tokens, choices].detach(), len(x))
-            tokens, choices = tokens[accepted], choices[accepted]
+            tokens = tokens[accepted]
+            choices = choices[accepted]
             hidden = self._linear(x[tokens], f"{name}.experts.fc_in", expert)
             y = self._linear(self._activate(hidden), f"{name}.experts.fc_out", expert)
             out = out.index_add(0, tokens, y * weights[tokens, choices].unsqueeze(-1))
@@ -273,7 +296,8 @@ class Experts:
     def _balance(self, probabilities: Tensor, sequences: int, name: str) -> Tensor:
         """The auxiliary loss; the best experts of the probabilities alone count."""
         config = self.config
-        count, kept = config.num_experts, config.moe_router_topk
+        count = config.num_experts
+        kept = config.moe_router_topk
         if config.moe_router_load_balancing_type == "seq_aux_loss":
             parts = [probabilities[number::sequences] for number in range(sequences)]
         else:
@@ -299,7 +323,8 @@ class Experts:
 
     def _accepted(self, weights: Tensor, tokens: int) -> Tensor:
         """Which of an expert's tokens it accepts, in their order."""
-        config, places = self.config, torch.arange(len(weights))
+        config = self.config
+        places = torch.arange(len(weights))
         factor = config.moe_expert_capacity_factor
         if factor is None or not config.moe_token_dropping:
             return places
@@ -334,8 +359,10 @@ def loss_of(
     drop: Callable[[Tensor, str], Tensor] = no_dropout,
 ) -> Loss:
     """The loss of a micro-batch of samples [B, S + 1]."""
-    config, eod = complete(options), options["vocab_size"] - 1
-    tokens, labels = samples[:, :-1], samples[:, 1:]
+    config = complete(options)
+    eod = options["vocab_size"] - 1
+    tokens = samples[:, :-1]
+    labels = samples[:, 1:]
     ends = tokens == eod
     # A document begins after the end of another one, which belongs to the document that it ends.
     documents = pad(ends.cumsum(1), (1, -1))
@@ -357,9 +384,12 @@ def loss_of(
     total = (losses * counted).sum()
     z_total = config.z_loss_coeff * (logits.logsumexp(-1).square() * counted).sum()
     routing = experts.auxiliary, experts.gap, experts.dropped, experts.assignments
-    further, ends_at, mask = [], documents if config.reset_attention_mask else None, counted.long()
+    further = []
+    ends_at = documents if config.reset_attention_mask else None
+    mask = counted.long()
     for ahead in others:
-        labels, mask = rolled(labels, ends_at), rolled(mask, ends_at)
+        labels = rolled(labels, ends_at)
+        mask = rolled(mask, ends_at)
         further.append(((cross_entropies(ahead, labels) * mask).sum(), int(mask.sum())))
     return Loss(total, z_total, int(counted.sum()), *routing, further)
 

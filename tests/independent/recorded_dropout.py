@@ -30,7 +30,8 @@ Masks = list[tuple[str, Tensor]]
 
 def record(found: Masks) -> None:
     """Replaces torch's functions by ones that record, too."""
-    drop, attend = functional.dropout, functional.scaled_dot_product_attention
+    drop = functional.dropout
+    attend = functional.scaled_dot_product_attention
 
     def is_recorded(probability: float) -> bool:
         return probability > 0.0 and torch._C._current_graph_task_id() == -1
@@ -80,7 +81,10 @@ class Replay:
     def __init__(
         self, folder: Path, layers: int, rates: dict[str, float], *, tp: int, pp: int, dp: int
     ) -> None:
-        self._rates, self._tp, self._dp, self._per_stage = rates, tp, dp, layers // pp
+        self._rates = rates
+        self._tp = tp
+        self._dp = dp
+        self._per_stage = layers // pp
         self._queues = [deque[Any](torch.load(folder / f"{r}.pt")) for r in range(tp * pp * dp)]
         self._seen: set[bytes] = set()
         self._counts = dict.fromkeys(rates, (0, 0))

@@ -62,7 +62,8 @@ def samples_in_order(
         epochs += 1
     total = (epochs * epoch - 1) // seq_length
     before_last = ((epochs - 1) * epoch - 1) // seq_length if epochs > 1 else 0
-    needed, of_one = wanted - before_last, (epoch - 1) // seq_length
+    needed = wanted - before_last
+    of_one = (epoch - 1) // seq_length
     separate = epochs > 1 and needed < int(SEPARATE_EPOCH * of_one)
     random = np.random.RandomState(seed)
 

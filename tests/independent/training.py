@@ -38,7 +38,8 @@ class Step:
 
 def batch_sizes(options: Options) -> Iterator[int]:
     """Of each step: constant, or Megatron's ramp-up over the samples."""
-    final, consumed = options["global_batch_size"], 0
+    final = options["global_batch_size"]
+    consumed = 0
     if "train_iters" in options:
         yield from [final] * options["train_iters"]
         return
@@ -56,7 +57,8 @@ def batch_sizes(options: Options) -> Iterator[int]:
 
 def learning_rate(options: Options, consumed: int) -> float:
     """Megatron's rate of the step after so many samples."""
-    peak, floor = options["lr"], options.get("min_lr", 0.0)
+    peak = options["lr"]
+    floor = options.get("min_lr", 0.0)
     end = options.get("train_samples") or options["train_iters"] * options["global_batch_size"]
     warmup = options.get("lr_warmup_samples", 0)
     if warmup and consumed <= warmup:
@@ -77,7 +79,8 @@ class AdamW:
     """Loshchilov and Hutter 2019; weights of norms and all biases do not decay."""
 
     def __init__(self, options: Options, weights: Weights) -> None:
-        self._weights, self._steps = weights, 0
+        self._weights = weights
+        self._steps = 0
         self._decay = options.get("weight_decay", 0.01)
         self._betas = options.get("adam_beta1", 0.9), options.get("adam_beta2", 0.999)
         self._eps = options.get("adam_eps", 1e-8)
@@ -138,11 +141,14 @@ def train(
         validation: The samples of each evaluation. None: there is none.
         dropouts: Applies dropout.
     """
-    sizes, every = list(batch_sizes(options)), options.get("eval_interval", 1000)
+    sizes = list(batch_sizes(options))
+    every = options.get("eval_interval", 1000)
     is_evaluated = [step % every == 0 or step == len(sizes) for step in range(1, len(sizes) + 1)]
     weights = {name: value.double().requires_grad_() for name, value in initial.items()}
-    optimizer, clip = AdamW(options, weights), options.get("clip_grad", 1.0)
-    steps, consumed = [], 0
+    optimizer = AdamW(options, weights)
+    clip = options.get("clip_grad", 1.0)
+    steps = []
+    consumed = 0
     for step, size in enumerate(sizes):
         batch = torch.from_numpy(samples[consumed : consumed + size])
         parts = [

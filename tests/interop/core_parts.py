@@ -25,7 +25,9 @@ import torch.nn.functional as F
 
 from tests.interop.on_cpu import OnCpu, patch_devices
 
-TOKENS, LENGTH, ROWS = 60, 12, 64
+TOKENS = 60
+LENGTH = 12
+ROWS = 64
 COMMON: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24,
     "add_bias_linear": False, "normalization": "RMSNorm", "layernorm_epsilon": 1e-5,
@@ -89,8 +91,10 @@ def stub_triton() -> None:
         importlib.import_module(name)  # asks for triton, too, and must find none
     for name in ("triton", "triton.language", "triton.language.extra"):
         module: Any = Anything(name)
-        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
-        module.__version__, sys.modules[name] = "3.0.0", module
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__path__ = []
+        module.__version__ = "3.0.0"
+        sys.modules[name] = module
 
 
 def build(options: dict[str, Any]) -> Any:
@@ -104,12 +108,14 @@ def build(options: dict[str, Any]) -> Any:
 
     class Core(DotProductAttention):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            size, _ = kwargs.pop("v_channels", None), kwargs.pop("k_channels", None)
+            size = kwargs.pop("v_channels", None)
+            _ = kwargs.pop("k_channels", None)
             super().__init__(*args, **kwargs)
             if size is not None:
                 self.hidden_size_per_partition = size * self.num_attention_heads_per_partition
 
-    has_latents, is_limited = "kv_lora_rank" in options, "glu_linear_offset" in options
+    has_latents = "kv_lora_rank" in options
+    is_limited = "glu_linear_offset" in options
     cls = "MLATransformerConfig" if has_latents else "TransformerConfig"
     act = quick_gelu if is_limited else F.silu
     config = getattr(transformer_config, cls)(

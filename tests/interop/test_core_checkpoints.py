@@ -26,7 +26,6 @@ from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, Te
 from tests.interop.core_parts import PARTS, TOKENS, state_of, write
 from tests.interop.core_parts import ROWS as ROWS_OF_PARTS
 from tests.interop.on_cpu import OnCpu, patch_devices
-from tests.tables import tables
 from tests.unit.conversion.models import (
     OTHER_LLAMA,
     logits,
@@ -36,13 +35,39 @@ from tests.unit.conversion.models import (
     random_training,
 )
 
-TABLES = tables(__file__)
-
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
 ROWS = 128
 """Of the vocabulary with padding."""
-MODELS: dict[str, dict[str, Any]] = TABLES["models"]
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": {
+        "activation": "swiglu",
+        "ffn_hidden_size": 24,
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+        "kv_channels": 6,
+        "rotary_base": 5000.0,
+    },
+    "grouped, with biases": {"num_query_groups": 2, "gelu_approximation": "none"},
+    "limited gate, normalized queries": {
+        "activation": "quick-geglu",
+        "ffn_hidden_size": 24,
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+        "kv_channels": 6,
+        "rotary_base": 5000.0,
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+        "qk_l2_norm": True,
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +97,8 @@ def core() -> Iterator[SimpleNamespace]:
 def their_model(core: SimpleNamespace, ours: ModelConfig, dtype: torch.dtype) -> Any:
     from megatron.core.activations import quick_gelu
 
-    silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
+    silu = torch.nn.functional.silu
+    gelu = torch.nn.functional.gelu
     activations = {"swiglu": silu, "quick-geglu": quick_gelu, "gelu": gelu}
     config = core.config(
         num_layers=ours.num_layers, hidden_size=ours.hidden_size,
@@ -124,10 +150,8 @@ def test_their_model_loads_an_export_and_has_our_logits(
     positions = torch.arange(length).expand(2, -1)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     with torch.no_grad():  # in fp64: rounding to fp32 alone makes 1.2e-5 on some processors
-        found, expected = (
-            theirs.double()(tokens, positions, mask),
-            model_of(source).double()(tokens),
-        )
+        found = theirs.double()(tokens, positions, mask)
+        expected = model_of(source).double()(tokens)
     size = config.vocab_size
     torch.testing.assert_close(
         found[..., :size].double(), expected[..., :size].double(), atol=5e-6, rtol=0
@@ -240,7 +264,8 @@ def test_parts_of_their_models_are_read(core: SimpleNamespace, name: str, tmp_pa
         assert np.abs(found.numpy() - reference["logits"]).max() < 1e-5, folder
 
 
-PRE_MLP, FUSED = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+PRE_MLP = "pre_mlp_layernorm."
+FUSED = "mlp.linear_fc1.layer_norm_"
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if "predictions" not in name])

@@ -190,7 +190,8 @@ def test_their_t5_samples_are_neighbouring_sentences_of_one_document(
     preprocess(options, build_tokenizer(TokenizerConfig(tokenizer_type=kind, **KINDS[kind])))
     data = megatron.indexed.IndexedDataset(str(tmp_path / "my-t5_text_sentence"))
     starts = data.document_indices
-    longest, seed = int(data.sequence_lengths.max()) * 4, 7
+    longest = int(data.sequence_lengths.max()) * 4
+    seed = 7
     mapping = megatron.helpers.build_mapping(
         starts, data.sequence_lengths, 10, 200, longest, 0.1, seed, False, 2
     )
@@ -205,7 +206,9 @@ def test_their_t5_samples_are_neighbouring_sentences_of_one_document(
 class Named(SimpleNamespace):
     """As much of a tokenizer as their datasets ask for."""
 
-    eod, pad, vocab_size = 99, -1, 100
+    eod = 99
+    pad = -1
+    vocab_size = 100
     unique_identifiers: dict[str, str] = {}  # noqa: RUF012
 
 

@@ -85,7 +85,8 @@ def _train_and_save(folder: Path, layout: Layout) -> None:
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, create_gloo_process_groups=True)
     dtype = torch.bfloat16 if layout.half else torch.float32
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24}
-    silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
+    silu = torch.nn.functional.silu
+    gelu = torch.nn.functional.gelu
     config = transformer.TransformerConfig(
         **sizes, add_bias_linear=not layout.gated, gated_linear_unit=layout.gated,
         activation_func=silu if layout.gated else gelu, hidden_dropout=0.0, attention_dropout=0.0,

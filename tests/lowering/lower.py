@@ -76,8 +76,10 @@ H100 = SimpleNamespace(
     L2_cache_size=50 * 2**20,
     gcnArchName="",
 )
-S, B = 1024, 8
-"""Tokens and samples of a micro-batch."""
+S = 1024
+"""Tokens of a sample."""
+B = 8
+"""Samples of a micro-batch."""
 GPT2 = ModelConfig(
     num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=S, vocab_size=50304,
     attention_dropout=0.0, hidden_dropout=0.0,
@@ -154,7 +156,8 @@ class Lowering:
     """Compiles functions, and keeps what their kernels need."""
 
     def __init__(self, mode: FakeTensorMode, folder: Path) -> None:
-        self._mode, self._folder = mode, folder
+        self._mode = mode
+        self._folder = folder
         self.results: dict[str, dict[str, Any]] = {}
 
     def run(self, name: str, function: Callable[..., Any], *inputs: Tensor) -> None:

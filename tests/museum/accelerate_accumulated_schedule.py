@@ -4,7 +4,8 @@ import torch
 from accelerate import Accelerator
 from frame import verdict
 
-STEPS, ACCUMULATED = 4, 4
+STEPS = 4
+ACCUMULATED = 4
 
 if __name__ == "__main__":
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)

@@ -22,7 +22,8 @@ def run(state: dict | None) -> tuple[list[int], dict]:
 
 
 if __name__ == "__main__":
-    state, read = None, []
+    state = None
+    read = []
     for _ in range(3):
         rows, state = run(state)
         read.append(rows)

@@ -22,7 +22,8 @@ def train_with_deepspeed(rank: int) -> list[list[float]]:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed_engine(model, optimizer, zero_optimization={"stage": 1})
-    batches, weights = iter(samples()), []
+    batches = iter(samples())
+    weights = []
     for accumulated in STEPS:
         engine.set_train_batch_size(accumulated)
         for _ in range(accumulated):
@@ -35,7 +36,8 @@ def train_with_deepspeed(rank: int) -> list[list[float]]:
 def train_by_hand() -> list[list[float]]:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches, weights = iter(samples()), []
+    batches = iter(samples())
+    weights = []
     for accumulated in STEPS:
         optimizer.zero_grad()
         for _ in range(accumulated):

@@ -15,7 +15,8 @@ def clip(rank: int) -> float:
     experts = [torch.nn.Parameter(torch.zeros(1)) for _ in GRADIENTS[rank]]
     for expert, gradient in zip(experts, GRADIENTS[rank], strict=True):
         expert.grad = torch.full((1,), gradient)
-        expert.allreduce, expert.group_name = False, "ep_size_2"  # as DeepSpeed marks them
+        expert.allreduce = False
+        expert.group_name = "ep_size_2"  # as DeepSpeed marks them
     return float(clip_grad_norm_(experts, max_norm=1.0))
 
 

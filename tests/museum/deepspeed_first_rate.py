@@ -5,7 +5,8 @@ import itertools
 import torch
 from frame import deepspeed_engine, run_ranks, verdict
 
-STEPS, RATE = 4, 1.0
+STEPS = 4
+RATE = 1.0
 
 
 def train(rank: int) -> list[float]:

@@ -3,7 +3,8 @@
 import torch
 from frame import allow_fp16, deepspeed_engine, run_ranks, verdict
 
-WIDTH, STEPS = 16, 8
+WIDTH = 16
+STEPS = 8
 
 
 def train(rank: int) -> tuple[float, int]:

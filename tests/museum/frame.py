@@ -17,8 +17,10 @@ from multiprocessing.queues import SimpleQueue
 from types import ModuleType
 from typing import Any, NoReturn
 
-SHOWN, NOT_SHOWN = 0, 3
-"""Exit statuses. Any other says that the program failed."""
+SHOWN = 0
+"""Exit status of a program that shows its behavior."""
+NOT_SHOWN = 3
+"""Exit status of a program that does not. Any other status says that the program failed."""
 
 
 def verdict(is_shown: bool, figures: str) -> NoReturn:

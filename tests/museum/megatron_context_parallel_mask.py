@@ -36,7 +36,8 @@ def gradient(masks: list[list[float]]) -> list[float]:
 
 
 if __name__ == "__main__":
-    texts, wrong = [], False
+    texts = []
+    wrong = False
     for name, masks in MASKS.items():
         found = gradient(masks)
         right = 1 / len(found)

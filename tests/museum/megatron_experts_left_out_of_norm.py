@@ -19,7 +19,8 @@ class Optimizer(MegatronOptimizer):
 
     def __init__(self, rank: int) -> None:
         self.dense, self.expert = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-        self.dense.grad, self.expert.grad = torch.ones(1), torch.full((1,), 2.0)
+        self.dense.grad = torch.ones(1)
+        self.expert.grad = torch.full((1,), 2.0)
         self.expert.allreduce = False
         precise = (
             "use_precision_aware_optimizer",

@@ -12,7 +12,8 @@ COUNTED = (1, 7)
 
 def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(rank)
-    features, targets = torch.randn(8, 4), torch.randint(3, (8,))
+    features = torch.randn(8, 4)
+    targets = torch.randint(3, (8,))
     targets[COUNTED[rank] :] = IGNORED
     return features, targets
 

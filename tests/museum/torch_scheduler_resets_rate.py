@@ -4,7 +4,8 @@ import torch
 from frame import verdict
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-STEPS, STOP = 10, 6
+STEPS = 10
+STOP = 6
 
 
 def new() -> tuple[torch.optim.Optimizer, SequentialLR]:

@@ -4,7 +4,8 @@ import torch
 from frame import verdict
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-EXPERTS, TOKENS = 4, 8
+EXPERTS = 4
+TOKENS = 8
 
 
 def logits(*pairs: tuple[int, int]) -> torch.Tensor:

@@ -4,7 +4,9 @@ import torch
 from frame import verdict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-LENGTH, WIDTH, BASE = 4096, 128, 10_000.0
+LENGTH = 4096
+WIDTH = 128
+BASE = 10_000.0
 
 if __name__ == "__main__":
     config = LlamaConfig(

@@ -87,7 +87,8 @@ def fit(mutants: Iterable[Mutant], package: Path) -> list[Mutation]:
         try:
             file, text = replace(sources, mutant.target, mutant.old, mutant.new)
         except (MisfitError, SyntaxError) as error:
-            file, text = "", str(error)
+            file = ""
+            text = str(error)
         mutations.append(Mutation(mutant, file, text))
     return mutations
 
@@ -163,7 +164,8 @@ def score(mutations: list[Mutation], jobs: int) -> list[str]:
         def run_one(mutation: Mutation) -> str:
             if not mutation.file:
                 return "broken"
-            copy, start = copies.get(), time.monotonic()
+            copy = copies.get()
+            start = time.monotonic()
             with applied(mutation, copy):
                 outcome, detail = run_tests(copy, mutation.mutant.test, timeout=TIMEOUT_S)
             copies.put(copy)

@@ -1,11 +1,28 @@
-"""Writes the generated pages: flags.md, support_matrix.md and deepspeed_keys.md of docs/reference,
-verified.md and the import diagram of architecture.md of docs/development, the example of
-docs/running/planning.md with its picture, and the figures of examples/recipes."""
+"""Writes the generated pages: flags.md, support_matrix.md, deepspeed_keys.md and changes.md of
+docs/reference, verified.md and the import diagram of architecture.md of docs/development, the
+example of docs/running/planning.md with its picture, and the figures of examples/recipes."""
 
 from tests import import_graph
-from tests.pages import deepspeed_keys, flags, plan_example, recipes, support_matrix, verified
+from tests.pages import (
+    changes,
+    deepspeed_keys,
+    flags,
+    plan_example,
+    recipes,
+    support_matrix,
+    verified,
+)
 
-PAGES = (flags, support_matrix, deepspeed_keys, import_graph, plan_example, recipes, verified)
+PAGES = (
+    flags,
+    support_matrix,
+    deepspeed_keys,
+    changes,
+    import_graph,
+    plan_example,
+    recipes,
+    verified,
+)
 for module in PAGES:
     module.OUTPUT.write_text(module.page(), encoding="utf-8")
     print(f"wrote {module.OUTPUT}")

@@ -52,9 +52,11 @@ def page() -> str:
     ]
     return "\n".join(
         [
-            *(HEAD, SUPPORTED),
+            HEAD,
+            SUPPORTED,
             markdown_table(("key", "what it does", "type", "default", "set by"), rows),
-            *(OTHER, markdown_table(("key", "what became of it"), others)),
+            OTHER,
+            markdown_table(("key", "what became of it"), others),
         ]
     )
 

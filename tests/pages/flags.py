@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pkgutil
 import sys
@@ -16,6 +17,7 @@ from megatron_ds.cli import flags as declared
 from megatron_ds.cli.command import table_of
 from megatron_ds.cli.flags import Flag, FlagTable, training_flags
 from megatron_ds.cli.help import default_of, explanation, other_names
+from megatron_ds.programs import PROGRAMS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "docs" / "reference" / "flags.md"
@@ -89,13 +91,15 @@ def tool_tables() -> dict[str, FlagTable]:
     """The flags of all tools that have any, by the path of the tool and its command."""
     tables: dict[str, FlagTable] = {}
     other_names = tomllib.loads((REPOSITORY / "tools" / "other_names.toml").read_text("utf-8"))
+    modules = {program.file: program.module for program in PROGRAMS.values()}
     for path in sorted((REPOSITORY / "tools").rglob("*.py")):
         name = path.relative_to(REPOSITORY)
         commands = {}
         if path.name in other_names:
             commands = {"": pkgutil.resolve_name(other_names[path.name])}
         elif not path.is_symlink() and path.stem != "start_tool":  # not another name, and a tool
-            module = vars(load(path))
+            where = modules.get(name.as_posix())
+            module = vars(load(path) if where is None else importlib.import_module(where))
             commands = {
                 f" {word}": options for word, (options, _) in module.get("COMMANDS", {}).items()
             } or {"": module.get("Options")}
@@ -155,7 +159,8 @@ def _settings(flags: Iterable[Flag], table: FlagTable) -> str:
         names = " ".join(f"`--{name}`" for name in (flag.names[0], *other_names(flag)))
         values = _choices(flag) or flag.usage.partition(" ")[2]
         if flag.positional:
-            names, values = f"`{flag.metavar}`", ""
+            names = f"`{flag.metavar}`"
+            values = ""
         rows.append((names, values, default_of(flag), explanation(flag, table, in_table=True)))
     return markdown_table(("flag", "value", "default", "meaning"), rows)
 
@@ -199,7 +204,7 @@ def _reasons(table: FlagTable, outcome: str, title: str, effect: str | None = No
     for flag in table.foreign:
         if outcome in ("", flag.outcome) and effect in (None, flag.effect):
             accepted = ", ".join(flag.accepted_values)
-            reason = flag.help + (f" (accepted: {accepted})" if accepted else "")
+            reason = flag.help_text + (f" (accepted: {accepted})" if accepted else "")
             named.setdefault(reason, []).append(f"`{flag.usage.removesuffix(' ...')}`")
     return markdown_table(
         ("flags", title), [(" ".join(flags), why) for why, flags in named.items()]

@@ -8,11 +8,12 @@ import os
 import re
 import shlex
 
+from megatron_ds.planning import command as plan
 from tests.pages.flags import REPOSITORY
-from tools import plan
 
 OUTPUT = REPOSITORY / "docs" / "running" / "planning.md"
-BEGIN, END = "<!-- begin: generated example -->\n", "<!-- end -->\n"
+BEGIN = "<!-- begin: generated example -->\n"
+END = "<!-- end -->\n"
 PICTURE = "docs/images/plan.png"
 
 

@@ -10,12 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.planning import command as plan
 from tests.pages.flags import REPOSITORY, markdown_table
-from tools import plan
 
 FOLDER = REPOSITORY / "examples" / "recipes"
 OUTPUT = FOLDER / "README.md"
-BEGIN, END = "<!-- begin: generated table -->\n", "<!-- end -->\n"
+BEGIN = "<!-- begin: generated table -->\n"
+END = "<!-- end -->\n"
 TINY = FOLDER / "tiny.yaml"
 RANKS = (8, 64)
 DAY = 86400

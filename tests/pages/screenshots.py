@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.reports import report
 from tests.e2e.test_web_page import BROWSERS, SERVER
 from tests.pages.support_matrix import REPOSITORY
-from tools import report
 
 IMAGES = REPOSITORY / "docs" / "images"
-WIDTH, HEIGHT = 1280, 1560
+WIDTH = 1280
+HEIGHT = 1560
 COLORS = 128
 MAX_BYTES = 150_000
 TIMEOUT = 120_000

@@ -34,8 +34,7 @@ a letter names the [test](#tests) that compares the pair with one process, a cod
 with a warning. The numbers of ranks, micro-batches, layers and heads are not axes: what they must
 divide is checked, too. Flags that are not an axis have rules of their own: `--use-bnb-optimizer` is
 rejected with offloading, pipeline stages, DeepSpeed-Ulysses and experts; `--compile` with
-DeepSpeed-Ulysses, experts and `--tiled-mlp`; `--contiguous-checkpointing`, `--eval-tasks` and
-`--eval-only` with pipeline stages.
+`--tiled-mlp`; `--contiguous-checkpointing`, `--eval-tasks` and `--eval-only` with pipeline stages.
 """
 TESTS = """\
 ## Tests

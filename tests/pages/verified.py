@@ -20,6 +20,8 @@ TABLES = tables(__file__, tuple)
 SECTIONS = TABLES["sections"]
 """Headings of the page by section, in its order."""
 
+TARGETS = ("cluster", "commands")
+"""Folders of tests with a target of their own."""
 OUTPUT = REPOSITORY / "docs" / "development" / "verified.md"
 INTRODUCTION = """\
 # Verified claims
@@ -29,8 +31,8 @@ from the paragraphs `Claim (SECTION): TEXT` in their docstrings.
 
 Each claim is verified by the tests in the second column. The third one shows which command runs at
 least one of them: `test` (`make test`), or only `proofs` (`make proofs`, which runs all tests in
-all their cases), `interop` (`make test-interop`, which downloads `megatron-core`) or `cluster`
-(`make test-cluster`, on two nodes).
+all their cases), `interop` (`make test-interop`, which downloads `megatron-core`), `cluster`
+(`make test-cluster`, on two nodes) or `commands` (`make test-commands`, in a fresh clone).
 [proofs.md](proofs.md) is the record of the last complete run.
 """
 
@@ -61,10 +63,11 @@ def tier(tests: list[str], marked: dict[str, Marked]) -> str:
     """The command that runs all cases, or some, of at least one of these tests."""
     found = set()
     for test in tests:
-        mark, is_of_cluster = marked.get(test), test.startswith("tests/cluster/")
-        plain = "cluster" if is_of_cluster else "test"
+        mark = marked.get(test)
+        folder = test.split("/")[1]
+        plain = folder if folder in TARGETS else "test"
         found.add(mark.marker if mark is not None and mark.is_complete else plain)
-    first = next((each for each in ("test", "cluster") if each in found), "")
+    first = next((each for each in ("test", *TARGETS) if each in found), "")
     return first or ("proofs" if len(found) > 1 or "proof" in found else found.pop())
 
 
@@ -78,7 +81,8 @@ def page() -> str:
             rows[section].setdefault(text, []).extend(whole)
             shown = whole if len(whole) == 1 else [file]
             names.setdefault(text, []).extend(shown)
-    marked, parts = marked_tests(), [INTRODUCTION]
+    marked = marked_tests()
+    parts = [INTRODUCTION]
     for section, claims in rows.items():
         parts.append(f"\n## {SECTIONS[section]}\n\n| claim | test | tier |\n|---|---|---|\n")
         for text, tests in claims.items():

@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,7 @@ sys.path.insert(0, str(REPOSITORY))
 from tests.museum import run as museum  # noqa: E402
 from tests.mutants import run as mutants  # noqa: E402 (the path is set now)
 from tests.proofs.marked import MARKERS, marked_tests  # noqa: E402
-from tests.reports import Case, run_pytest  # noqa: E402
+from tests.reports import Case, machine, run_pytest  # noqa: E402
 from tests.versions import run as versions  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results.json")
@@ -180,7 +179,10 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     ),
     "crashes": ("kills, signals and full disks during saves", Tests(CRASHES).run),
     "benchmarks": ("benchmarks and programs for GPUs, at tiny sizes", Tests(BENCHMARKS).run),
-    "e2e": ("all other command lines", Tests(("tests/e2e",), without=(*CRASHES, *BENCHMARKS)).run),
+    "e2e": (
+        "all other command lines",
+        Tests(("tests/e2e", "tests/commands"), without=(*CRASHES, *BENCHMARKS)).run,
+    ),
     "cluster": ("two nodes", Tests(("tests/cluster",), workers=False).run),
     "lowering": (
         "[kernels compiled for an H100](#kernels-compiled-for-an-h100)",
@@ -207,11 +209,10 @@ def place() -> Record:
     written = (RESULTS, OUTPUT, versions.RESULTS, versions.OUTPUT)
     left_out = [f":!{path.relative_to(REPOSITORY)}" for path in written]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *left_out)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "commit": _git("rev-parse", "--short=10", "HEAD") + (" and changes" if changed else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB",
+        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in PACKAGES},
@@ -223,12 +224,6 @@ def _git(*arguments: str) -> str:
     command = ["git", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return done.stdout.strip()
-
-
-def _processor() -> str:
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    return name[1] if name else platform.machine()
 
 
 def read_record() -> dict[str, Any]:
@@ -248,7 +243,9 @@ def write_record(sections: dict[str, Record]) -> None:
 
 def page(record: dict[str, Any]) -> str:
     """The text of docs/development/proofs.md."""
-    rows, where, failures = [], {}, []
+    rows = []
+    where = {}
+    failures = []
     tests = dict.fromkeys(record["not run"], "**not run**")
     for name, (title, _) in SECTIONS.items():
         section = record["sections"].get(name)
@@ -318,7 +315,8 @@ def main() -> int:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     sections = read_record().get("sections", {})
     chosen = [] if options.names else options.sections or list(SECTIONS)
-    where, failed = place(), 0
+    where = place()
+    failed = 0
     for name in chosen:
         title, run = SECTIONS[name]
         print(f"== {name}: {title}", flush=True)

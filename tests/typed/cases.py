@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_ds.config import Config, support_matrix
+from megatron_ds.config.parallel_axes import AXES
 from tests.dist.layouts import RunLayout, configure
 from tests.tables import UniqueNames, tables
 from tests.typed.runs import check_stage, fake_mesh
@@ -33,14 +34,9 @@ def config_of(run: RunLayout, size: int, **changes: Mapping[str, Any]) -> Config
     config, problems = configure(run)
     assert not problems
     parallel = {
-        name: size
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "ds_sequence_parallel_size",
-            "expert_model_parallel_size",
-        )
-        if getattr(config.parallel, name) > 1
+        axis.option: size
+        for axis in AXES
+        if axis.option and getattr(config.parallel, axis.option) > 1
     }
     heads = 4 * size * size
     shape = SHAPE | {
@@ -117,7 +113,8 @@ def check(run: RunLayout, world: int, size: int, **changes: Mapping[str, Any]) -
         TypesError: A tensor does not lie on the ranks as it must.
     """
     config = config_of(run, size, **changes)
-    model, has_experts = config.model, config.moe.is_used
+    model = config.model
+    has_experts = config.moe.is_used
     assert not list(model.problems(config.parallel.tensor_model_parallel_size))
     assert not list(config.parallel.problems(world, model.num_layers, has_experts=has_experts))
     sizes = {name.removesuffix("_size"): size for name, size in config.axis_sizes.items()}

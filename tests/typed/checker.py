@@ -37,12 +37,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 OURS = Path(__file__).parent
 RECEIVED = 0.01
 """Value of all numbers that a rank receives."""
-SIZES = ("pp", "edp", "ep", "sp", "tp")
+SIZES = ("pp", "edp", "ep", "cp", "ulysses", "tp")
 """The axes of the mesh, the fastest one last: "edp" are the ranks with the same experts and other
 samples."""
 DATA = ("edp", "ep")
 """Axes whose ranks have other samples."""
-SUMS, PARTS = ("sums", P), ("exchanges parts of", V)
+SUMS = ("sums", P)
+PARTS = ("exchanges parts of", V)
 SENT = {
     **dict.fromkeys(("allreduce", "reduce_scatter", "reduce_scatter_base"), SUMS),
     **dict.fromkeys(("allgather", "allgather_base", "alltoall_base"), PARTS),
@@ -61,13 +62,8 @@ class Axes:
 
     def __init__(self, mesh: Mesh, expert_dp: int) -> None:
         self.mesh = mesh
-        self.sizes = dict(
-            zip(
-                SIZES,
-                (mesh.pp.size, expert_dp, mesh.ep.size, mesh.sp.size, mesh.tp.size),
-                strict=True,
-            )
-        )
+        sizes = {axis: getattr(mesh, axis).size for axis in SIZES if axis != "edp"}
+        self.sizes = {axis: sizes.get(axis, expert_dp) for axis in SIZES}
         self.names = [name for name, size in self.sizes.items() if size > 1]
 
     def spanned(self, ranks: Iterable[int]) -> list[str]:
@@ -93,6 +89,8 @@ class Checker(TorchDispatchMode):
         """Depth of functions that compute with parts of sharded dimensions."""
         self.means = 0
         """Depth of functions that compute a mean over ranks, whatever they have."""
+        self.opaque = 0
+        """Depth of functions whose types on the axis of context parallelism are only declared."""
         self.parameters: dict[int, str] = {}
         """Names by identity."""
         self.used: dict[int, str] = {}
@@ -187,11 +185,16 @@ class Checker(TorchDispatchMode):
             name = name.rstrip("_")
         results: list[Types] = [{} for _ in outputs]
         for axis in self.axes.names:
+            if self.opaque and axis == "cp":
+                for types in results:
+                    types[axis] = ZERO
+                continue
 
             def type_of(tensor: Tensor, axis: str = axis) -> Type:
                 return (before.get(id(tensor)) or self.types(tensor)).get(axis, REPLICATED)
 
-            is_data, is_local = axis in DATA, self.local > 0
+            is_data = axis in DATA
+            is_local = self.local > 0
             call = Call(name, tuple(values), _tensors(values), outputs, type_of, is_data, is_local)
             try:
                 inferred = result_types(call)
@@ -212,7 +215,8 @@ class Checker(TorchDispatchMode):
         handles = [dist.ProcessGroup.unbox(each) for each in groups[:1]]
         axes = self.axes.spanned(dist.get_process_group_ranks(handles[0]))
         axes = [axis for axis in axes if axis in self.axes.names]
-        received, sent = tensors[0], tensors[-1]
+        received = tensors[0]
+        sent = tensors[-1]
         operation = name.strip("_")
         for axis in axes:
             for tensor in sent:

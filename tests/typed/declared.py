@@ -31,7 +31,13 @@ from tests.typed.lattice import NO_DIM, OWN, Type
 
 FILE = Path(megatron_ds.__file__).parent / "parallel" / "tensor_types.toml"
 KINDS = {"invariant": I, "replicated": R, "varying": V, "partial": P, "own": OWN.kind}
-AXES = {"tp": ("tp",), "sp": ("sp",), "ep": ("ep",), "data": ("edp", "ep")}
+AXES = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "ulysses": ("ulysses", "cp"),
+    "ep": ("ep",),
+    "data": ("edp", "ep"),
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Operator:
     is_local: bool
     is_in_place: bool
     is_mean: bool
+    is_opaque: bool
 
     def signatures(self, group: Group | None, checker: Checker) -> list[tuple[str, Signature]]:
         """The axes that a call concerns, with the types."""
@@ -132,7 +139,7 @@ def operators() -> dict[str, Operator]:
 
 
 def _operator(name: str, entry: dict[str, Any]) -> Operator:
-    flags = [bool(entry.pop(key, False)) for key in ("local", "in_place", "mean")]
+    flags = [bool(entry.pop(key, False)) for key in ("local", "in_place", "mean", "opaque")]
     backward = {
         key.removesuffix(", backward"): entry.pop(key) for key in list(entry) if "backward" in key
     }
@@ -211,11 +218,13 @@ def wrapped(operator: Operator, function: Callable[..., Any], checker: Checker, 
                     values[name] = checked(checker, value, types, what, line)
         checker.local += operator.is_local
         checker.means += operator.is_mean
+        checker.opaque += operator.is_opaque
         try:
             result = function(*bound.args, **bound.kwargs)
         finally:
             checker.local -= operator.is_local
             checker.means -= operator.is_mean
+            checker.opaque -= operator.is_opaque
         results = list(result) if isinstance(result, tuple) else [result]
         for at, value in enumerate(results):
             types = [(axis, each.results[at]) for axis, each in found if at < len(each.results)]
@@ -224,6 +233,20 @@ def wrapped(operator: Operator, function: Callable[..., Any], checker: Checker, 
         if not isinstance(result, tuple):
             return results[0]
         return type(result)(*results) if hasattr(result, "_fields") else tuple(results)
+
+    return run
+
+
+def opaque(function: Callable[..., Any], checker: Checker) -> Callable[..., Any]:
+    """The function, in which no types are inferred on the axis of context parallelism."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        checker.opaque += 1
+        try:
+            return function(*args)
+        finally:
+            checker.opaque -= 1
 
     return run
 
@@ -254,6 +277,9 @@ def enforced(checker: Checker) -> Iterator[None]:
                     operator, target.apply, checker, signature.replace(parameters=parameters), line
                 )
                 stack.enter_context(mock.patch.object(target, "apply", staticmethod(run)))
+                if operator.is_opaque:
+                    hidden = staticmethod(opaque(target.backward, checker))
+                    stack.enter_context(mock.patch.object(target, "backward", hidden))
                 continue
             run = wrapped(operator, target, checker, inspect.signature(target), "")
             if isinstance(owner, type):

@@ -15,7 +15,8 @@ from spmd_types import P, R, SpmdTypeError, V
 from spmd_types._checker import OpLinearity, _infer_local_type_for_axis_raw
 from spmd_types._scalar_sentinel import _Scalar
 
-NONLINEAR, LINEAR = OpLinearity.NONLINEAR, OpLinearity.LINEAR
+NONLINEAR = OpLinearity.NONLINEAR
+LINEAR = OpLinearity.LINEAR
 MULTILINEAR = OpLinearity.MULTILINEAR
 
 
@@ -50,7 +51,9 @@ class Type(NamedTuple):
 
 
 NAMES = {None: "zero", R: "replicated", V: "varying", P: "partial"}
-REPLICATED, PARTIAL, ZERO = Type(R), Type(P), Type(None)
+REPLICATED = Type(R)
+PARTIAL = Type(P)
+ZERO = Type(None)
 NO_DIM = -100
 """Declared of a varying tensor whose parts lie along no dimension."""
 OWN = Type("own")

@@ -185,9 +185,13 @@ def view_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
     """Where a dimension is after a view with another shape."""
     if 0 in old or math.prod(old) != math.prod(new):
         return None
-    i = j = 0
+    i = 0
+    j = 0
     while i < len(old):
-        first, start, a, b = i, j, old[i], 1
+        first = i
+        start = j
+        a = old[i]
+        b = 1
         i += 1
         while a != b or (j < len(new) and new[j] == 1 and i == len(old)):
             if b < a or i == len(old):
@@ -282,7 +286,8 @@ def stack(call: Call) -> Type:
 
 def reduced(call: Call, dims: Sequence[int] | None, *, is_sum: bool) -> Type:
     """Over some dimensions, or all."""
-    (kind, dim), ndim = call.type_of(call.inputs[0]), call.inputs[0].dim()
+    kind, dim = call.type_of(call.inputs[0])
+    ndim = call.inputs[0].dim()
     combine([Type(kind)], LINEAR if is_sum else NONLINEAR)
     if kind is not V or dim is None:
         return Type(kind)
@@ -335,7 +340,8 @@ def sort(call: Call) -> list[Type]:
 
 def _product(call: Call, a: Tensor, b: Tensor, a_dims: str, b_dims: str, out_dims: str) -> Type:
     """The type of a product in Einstein's notation."""
-    one, other = call.type_of(a), call.type_of(b)
+    one = call.type_of(a)
+    other = call.type_of(b)
     kind = combine([one, other], MULTILINEAR)
     if kind is not V:
         return Type(kind)
@@ -389,7 +395,8 @@ def grouped_product(call: Call) -> Type:
 
 
 def embedding(call: Call) -> Type:
-    table, ids = call.type_of(call.args[0]), call.type_of(call.args[1])
+    table = call.type_of(call.args[0])
+    ids = call.type_of(call.args[1])
     if table.kind is V and table.dim == 0:
         if ids.kind is V:
             raise MismatchError("ids that differ are looked up in a table whose rows are sharded")
@@ -402,7 +409,8 @@ def embedding(call: Call) -> Type:
 
 
 def embedding_gradient(call: Call) -> Type:
-    gradient, ids = call.type_of(call.args[0]), call.type_of(call.args[1])
+    gradient = call.type_of(call.args[0])
+    ids = call.type_of(call.args[1])
     kind = combine([gradient, ids], MULTILINEAR)
     if kind is not V:
         return Type(kind)
@@ -413,7 +421,8 @@ def embedding_gradient(call: Call) -> Type:
 
 
 def norm(call: Call) -> list[Type]:
-    x, shape = call.inputs[0], call.args[1]
+    x = call.inputs[0]
+    shape = call.args[1]
     kind, dim = call.type_of(x)
     if kind is V and dim is not None and dim >= x.dim() - len(shape):
         raise MismatchError("a norm over a sharded dimension")

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ds.config import Config
-from megatron_ds.engine.build import _attention_options, _packing_options
+from megatron_ds.engine.trials import attention_options
+from megatron_ds.model.declaration.architecture import run_spec
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh, Mpu, axis_groups
@@ -39,12 +39,14 @@ def fake_mesh(world: int, rank: int = 0, **sizes: int) -> Iterator[Axes]:
         dist.destroy_process_group()
 
 
-SPANS = {name: (name,) for name in ("tp", "sp", "ep", "pp")} | {
+SEQUENCE = ("cp", "ulysses")
+SPANS = {name: (name,) for name in ("tp", "cp", "ulysses", "ep", "pp")} | {
     "dp": DATA,
-    "dp_sp": (*DATA, "sp"),
-    "expert_dp": ("edp", "sp"),
+    "sequence": SEQUENCE,
+    "replicas": (*DATA, *SEQUENCE),
+    "expert_dp": ("edp", *SEQUENCE),
     "model": ("pp", "tp"),
-    "sp_tp": ("sp", "tp"),
+    "same_batch": (*SEQUENCE, "tp"),
     "ep_tp": ("ep", "tp"),
 }
 """Axes of each group of the mesh."""
@@ -58,7 +60,7 @@ def check_groups(axes: Axes) -> None:
     """
     groups = {name: (getattr(axes.mesh, name).ranks, axis_groups) for name in SPANS}
     averaged = Mpu(axes.mesh).get_data_parallel_group_ranks()  # type: ignore[attr-defined]
-    groups["dp_sp of the engine"] = averaged, Mpu.__init__
+    groups["replicas of the engine"] = averaged, Mpu.__init__
     for name, (ranks, made_by) in groups.items():
         spanned = set(axes.spanned(ranks))
         if spanned != {axis for axis in SPANS[name.partition(" ")[0]] if axis in axes.names}:
@@ -122,7 +124,7 @@ def check_gradients(checker: Checker, module: nn.Module) -> None:
             kind = checker.type_of(parameter.grad, axis).kind
             if axis == "pp" or kind is None:
                 continue
-            is_summed = axis in ("edp", "sp") or (axis == "ep" and not is_expert)
+            is_summed = axis in ("edp", *SEQUENCE) or (axis == "ep" and not is_expert)
             if is_summed and axis in held:
                 used = checker.used.get(id(parameter), "parameters")
                 text = f"the engine sums the gradient of {name} over the {axis} axis"
@@ -150,23 +152,18 @@ def with_parameters(checker: Checker, module: nn.Module) -> None:
 
 
 SAMPLES = 3
-EOD = 5
 
 
 def check_stage(config: Config, axes: Axes, dtype: torch.dtype = torch.float32) -> None:
     """A forward and a backward pass of the layers of this rank, whose types are checked."""
     check_groups(axes)
-    mesh = axes.mesh = axes.mesh.of_model(
-        config.parallel.sequence_parallel, config.has_whole_experts
-    )
-    rng = RngStreams(mesh.tp.rank, sp_rank=mesh.sp.rank)
+    mesh = axes.mesh.of_model(config.parallel.sequence_parallel, config.has_whole_experts)
+    axes.mesh = mesh
+    rng = RngStreams(mesh.tp.rank, sp_rank=mesh.sequence.rank)
     layers = layers_per_stage(config.model, config.parallel, config.moe)
     slices = stage_slices(run_spec(config), layers)
     held = config.parallel.stages_of_ranks[mesh.pp.rank]
-    eod = EOD if config.data.reset_position_ids or config.data.reset_attention_mask else None
-    attention, _ = _attention_options(
-        config, mesh, torch.device("cpu"), _packing_options(config, eod)
-    )
+    attention, _ = attention_options(config, mesh, torch.device("cpu"))
     model = GPTModel(
         config.model,
         mesh=mesh,
@@ -186,9 +183,13 @@ def check_stage(config: Config, axes: Axes, dtype: torch.dtype = torch.float32) 
         tokens = typed(checker, torch.arange(shape[0] * shape[1]).view(shape) % 90, **data)
         labels = typed(checker, tokens.roll(-1), **data)
         mask = typed(checker, torch.ones(shape), **data)
+        documents = None
+        if attention.packing is not None:
+            last = typed(checker, torch.zeros(shape, dtype=torch.bool), **data)
+            documents = attention.packing.documents(last, SAMPLES)
         for at, stage in enumerate(held):
             x = None if stage == 0 else hidden(checker, config, mesh, dtype)
-            output = model(tokens, labels, mask, x_SBH=x, stage=at)
+            output = model.compute_stage(at, x, tokens, labels, mask, documents=documents)
             if isinstance(output, Tensor):
                 output = checked(checker, output, of_hidden(checker), "the stage's output", "")
                 gradient = torch.ones_like(output)
@@ -204,7 +205,7 @@ def check_stage(config: Config, axes: Axes, dtype: torch.dtype = torch.float32) 
 
 def hidden(checker: Checker, config: Config, mesh: Mesh, dtype: torch.dtype) -> Tensor:
     """What a stage receives from the one before it."""
-    length = config.model.seq_length // mesh.sp.size
+    length = config.model.seq_length // mesh.sequence.size
     length //= mesh.tp.size if mesh.tp.sequence_parallel else 1
     wide = torch.float32 if config.model.fp32_residual_connection else dtype
     x = torch.ones(length, SAMPLES, config.model.hidden_size, dtype=wide, requires_grad=True)
@@ -213,5 +214,5 @@ def hidden(checker: Checker, config: Config, mesh: Mesh, dtype: torch.dtype) -> 
 
 def of_hidden(checker: Checker) -> list[tuple[str, Declared]]:
     """How hidden states lie between two stages: what a stage receives is what one returns."""
-    signatures = operators()["model.gpt.GPTModel.forward"].signatures(None, checker)
+    signatures = operators()["model.gpt.GPTModel.compute_stage"].signatures(None, checker)
     return [(axis, signature.inputs["x_SBH"]) for axis, signature in signatures]

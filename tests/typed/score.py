@@ -21,7 +21,7 @@ from tests.dist.layouts import Pair, RunLayout, covering, pairs_of
 from tests.mutants import run as mutants
 from tests.typed import cases as _  # noqa: F401 (with the libraries that a child needs)
 
-LAYOUT = ("tp", "sequence", "pp", "sp", "experts", "model", "documents")
+LAYOUT = ("tp", "sequence", "pp", "cp", "sp", "experts", "model", "documents")
 """Axes of the covering array of whose values the score has all pairs."""
 
 
@@ -42,7 +42,8 @@ def selected() -> list[RunLayout]:
     def parts(run: RunLayout) -> set[Pair]:
         return pairs_of({axis: run[axis] for axis in LAYOUT})
 
-    left, chosen = list(covering()), []
+    left = list(covering())
+    chosen = []
     missing = set[Pair]().union(*map(parts, left))
     while missing:
         run = max(left, key=lambda run: len(parts(run) & missing))
@@ -82,7 +83,8 @@ def in_copy(copy: Path, runs: Sequence[RunLayout]) -> str:
 
 def find(mutations: list[mutants.Mutation]) -> dict[str, str]:
     """What the types say about each mutant by its description; empty if they do not find it."""
-    runs, found = selected(), {}
+    runs = selected()
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
         copy = mutants.copy_repository(Path(folder))
         if error := in_copy(copy, runs):

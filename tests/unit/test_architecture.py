@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,37 @@ NEVER_IN = TABLES["never_in"]
 """Folders and files that do not use some names."""
 
 DEVICES = {
-    *("cpu", "cuda", "hip", "hpu", "klxpu", "mlu", "mps", "mtia", "npu", "privateuseone", "rocm"),
-    *("sdaa", "supa", "xpu"),
+    "cpu",
+    "cuda",
+    "hip",
+    "hpu",
+    "klxpu",
+    "mlu",
+    "mps",
+    "mtia",
+    "npu",
+    "privateuseone",
+    "rocm",
+    "sdaa",
+    "supa",
+    "xpu",
 }
 
 ENTRY_POINTS = [*(REPOSITORY / "tools").rglob("*.py"), REPOSITORY / "pretrain_gpt.py"]
 NO_NAMES = {"each", "found", "given", "kind", "number", "own", "place"}
 """Words that name no thing: see CONTRIBUTING.md."""
 MUTATORS = (
-    *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"),
-    *("setdefault", "update"),
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "setdefault",
+    "update",
 )
 
 
@@ -116,6 +137,14 @@ def test_names_are_not_used_where_they_are_excluded(names: str, places: str) -> 
 
 def test_entry_points_leave_command_lines_to_the_cli_package() -> None:
     assert users("argparse", ENTRY_POINTS) == []
+
+
+def test_benchmarks_find_their_package_wherever_they_are_called() -> None:
+    """It is not installed: the path of the repository comes before the first import of it."""
+    for path in (REPOSITORY / "benchmarks").rglob("*.py"):
+        text = path.read_text("utf-8")
+        if '__name__ == "__main__"' in text and "\nfrom benchmarks." in text:
+            assert "sys.path.insert(0" in text.partition("\nfrom benchmarks.")[0], path
 
 
 def test_devices_are_named_in_two_files_only() -> None:
@@ -205,6 +234,23 @@ def above(limit: int, sizes: Mapping[str, int]) -> dict[str, int]:
     return {place: size for place, size in sizes.items() if size > limit}
 
 
+def test_functions_that_are_kept_have_names() -> None:
+    """No lambda is assigned, the default of a parameter, or an entry of a table."""
+    kept = []
+    for path in [*sources(), *ENTRY_POINTS]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            values: list[Any] = []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                values = [node.value]
+            elif isinstance(node, ast.arguments):
+                values = [*node.defaults, *node.kw_defaults]
+            elif isinstance(node, ast.Dict):
+                values = node.values
+            places = [value.lineno for value in values if isinstance(value, ast.Lambda)]
+            kept += [f"{path.relative_to(REPOSITORY)}:{line}" for line in places]
+    assert kept == []
+
+
 def test_folders_have_few_modules() -> None:
     """A list of a folder is read at a glance; a full folder gets folders of its own."""
     modules = Counter(path.parent for path in sources() if path.name != "__init__.py")
@@ -231,6 +277,88 @@ def test_functions_have_few_parameters() -> None:
     functions = definitions(ast.FunctionDef, ast.AsyncFunctionDef)
     counts = {place: parameters_of(node) for place, node in functions.items()}
     assert above(10, counts) == {}
+
+
+EVERYWHERE = [
+    path
+    for folder in ("megatron_ds", "tools", "tests", "benchmarks", "examples")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+]
+
+
+def is_packed(node: ast.AST) -> bool:
+    """Whether elements are grouped by `*(a, b)`, which means the same as `a, b`."""
+    is_group = isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List)
+    return is_group and isinstance(node.ctx, ast.Load)
+
+
+def assigned(target: ast.expr) -> Iterator[ast.expr]:
+    """The names, attributes and elements of a target."""
+    if isinstance(target, ast.Tuple | ast.List):
+        for item in target.elts:
+            yield from assigned(item)
+    else:
+        yield target.value if isinstance(target, ast.Starred) else target
+
+
+def has_several_assignments(node: ast.AST) -> bool:
+    """Whether a statement is `a = b = 1`, or `a, b = 1, 2`.
+
+    Not if a value is unpacked, or if the assignments have to be simultaneous, as in a swap.
+    """
+    if not isinstance(node, ast.Assign):
+        return False
+    target, *further = node.targets
+    value = node.value
+    if further:
+        return True
+    if not (isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List)):
+        return False
+    read = set[str]()
+    for item, expression in reversed([*zip(target.elts, value.elts, strict=False)]):
+        if read.intersection(map(ast.unparse, assigned(item))):
+            return False
+        read.update(ast.unparse(part) for part in ast.walk(expression))
+    return True
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_refused"),
+    [
+        ("f(*(a, b))", True),
+        ("NAMES = (*['a', 'b'], *('c', 'd'))", True),
+        ("f(*a, *((b, c) if d else ()))", False),
+        ("first, *(a, b) = c", False),
+        ("a = b = 0", True),
+        ("a, b = 1, 2", True),
+        ("a, b = f(), b + 1", True),
+        ("self.a, b = c, self.d", True),
+        ("a, b = c", False),
+        ("a, b = b, a", False),
+        ("a, b = b, a + b", False),
+        ("self.a, b = c, self.a.d", False),
+        ("a[i], a[j] = a[j], a[i]", False),
+    ],
+)
+def test_packed_arguments_and_several_assignments_are_recognized(
+    statement: str, is_refused: bool
+) -> None:
+    parts = list(ast.walk(ast.parse(statement)))
+    assert any(is_packed(node) or has_several_assignments(node) for node in parts) is is_refused
+
+
+@pytest.mark.parametrize("is_refused", [is_packed, has_several_assignments])
+def test_arguments_are_not_packed_and_a_statement_assigns_once(
+    is_refused: Callable[[ast.AST], bool],
+) -> None:
+    """Arguments are not grouped to save lines, and each assignment has a line."""
+    offenders = [
+        f"{path.relative_to(REPOSITORY)}:{getattr(node, 'lineno', '?')} {ast.unparse(node)}"
+        for path in EVERYWHERE
+        for node in nodes(path)
+        if is_refused(node)
+    ]
+    assert offenders == []
 
 
 def bindings(path: Path) -> Iterator[tuple[str, ast.AST]]:

@@ -55,12 +55,28 @@ OPTIONS_OF_MODEL = {**ModelConfig.__dataclass_fields__, **MoEConfig.__dataclass_
 PARTS_OF_MODEL = ("position_embedding_type", "normalization", "activation")
 """Options of which every choice has a row in the page of the model."""
 PARTS_OF_FAMILIES = (
-    *("gelu_kind", "add_bias_linear", "qkv_bias", "embed_layernorm", "norm_epsilon"),
-    *("rotary_percent", "untie_embeddings_and_output_weights", "attention_dropout"),
-    *("hidden_dropout", "init_method_std", "norm_position", "parallel_residual"),
-    *("apply_layernorm_1p", "qk_layernorm", "qk_layernorm_scope", "softmax_type"),
-    *("activation_func_clamp_value", "glu_linear_offset", "rotary_scaling_factor"),
-    *("yarn_correction_range_round_to_int", "no_rope_freq", "rotary_interleaved"),
+    "gelu_kind",
+    "add_bias_linear",
+    "qkv_bias",
+    "embed_layernorm",
+    "norm_epsilon",
+    "rotary_percent",
+    "untie_embeddings_and_output_weights",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "norm_position",
+    "parallel_residual",
+    "apply_layernorm_1p",
+    "qk_layernorm",
+    "qk_layernorm_scope",
+    "softmax_type",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "rotary_scaling_factor",
+    "yarn_correction_range_round_to_int",
+    "no_rope_freq",
+    "rotary_interleaved",
 )
 SMALL_CONFIG = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),
@@ -70,8 +86,13 @@ SMALL_CONFIG = {
 }
 """Keys of a config.json that have no default, or one that exceeds these sizes."""
 PAGES_WITH_FLAGS = (
-    *("start/tutorial", "start/choose_a_layout", "start/finetuning", "start/troubleshooting"),
-    *("start/migration", "running/launching", "training/model"),
+    "start/tutorial",
+    "start/choose_a_layout",
+    "start/finetuning",
+    "start/troubleshooting",
+    "start/migration",
+    "running/launching",
+    "training/model",
 )
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
 """Scripts of other frameworks that the pages mention."""
@@ -157,7 +178,8 @@ def test_claims_are_paragraphs_of_the_docstrings_of_a_file_and_its_tests(tmp_pat
     path = tmp_path / "test_x.py"
     tests = 'def test_a(): ...\ndef test_b():\n    """Claim (data): of\n    b"""\n'
     path.write_text(f'"""Of a file.\n\nClaim (serving): of all\n"""\n{tests}')
-    of_file, of_test = ("serving", "of all", ["test_a", "test_b"]), ("data", "of b", ["test_b"])
+    of_file = ("serving", "of all", ["test_a", "test_b"])
+    of_test = ("data", "of b", ["test_b"])
     assert list(claims_in(path)) == [of_file, of_test]
     path.write_text(tests.replace("(data)", "(date)"))
     with pytest.raises(KeyError, match="no section date"):
@@ -295,10 +317,11 @@ def page_commands() -> list[tuple[str, str, list[str]]]:
 
 
 def test_commands_of_all_pages_have_valid_flags_and_values() -> None:
-    """`tests/e2e/test_fresh_clone.py` runs those that need nothing else."""
+    """`tests/commands/test_fresh_clone.py` runs those that need nothing else."""
     tables = {"pretrain_gpt.py": training_flags(), **tool_tables()}
     tables["tasks/main.py"] = tables["tools/evaluate.py"]
-    wrong, programs = [], set()
+    wrong = []
+    programs = set()
     for page, program, arguments in page_commands():
         name = f"{program} {arguments[0]}" if arguments else program
         words = arguments[1:] if name in tables else arguments

@@ -11,12 +11,29 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import other_names
 from tests import import_graph
-from tests.pages import deepspeed_keys, flags, plan_example, recipes, support_matrix, verified
-
-
-@pytest.mark.parametrize(
-    "module", [flags, support_matrix, deepspeed_keys, import_graph, plan_example, recipes, verified]
+from tests.pages import (
+    changes,
+    deepspeed_keys,
+    flags,
+    plan_example,
+    recipes,
+    support_matrix,
+    verified,
 )
+
+PAGES = [
+    flags,
+    support_matrix,
+    deepspeed_keys,
+    changes,
+    import_graph,
+    plan_example,
+    recipes,
+    verified,
+]
+
+
+@pytest.mark.parametrize("module", PAGES)
 def test_pages_are_current(module: ModuleType) -> None:
     """Regenerate with `python -m tests.pages`."""
     assert module.OUTPUT.read_text(encoding="utf-8") == module.page()

@@ -14,7 +14,7 @@ from megatron_ds import presets
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.model.spec.architecture import run_spec
+from megatron_ds.model.declaration.architecture import run_spec
 from tests.problems import codes
 from tests.tables import tables
 from tests.unit.model.dense import build_model
@@ -41,7 +41,8 @@ def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
     assert published is not None
     config, problems = built(f"--preset {preset} {RUN}")
     assert codes(problems) == ["tokenizer-option-required"] * 2
-    count, text = run_spec(config).elements(), published["count"]
+    count = run_spec(config).elements()
+    text = published["count"]
     assert (f"{count:,}" if "," in text else f"{count / 1e9:.1f}") == text
 
 

@@ -36,12 +36,16 @@ def setup_arguments() -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
 
 
+def extras() -> dict[str, list[str]]:
+    """Requirements of each extra of setup.py."""
+    values: dict[str, list[str]] = ast.literal_eval(setup_arguments()["extras_require"])
+    return values
+
+
 def ranges(extra: str | None = None) -> list[Requirement]:
     """What setup.py asks for, extras included; or what one extra asks for."""
-    values = setup_arguments()
-    needed = ast.literal_eval(values["install_requires"])
-    extras = ast.literal_eval(values["extras_require"])
-    texts = extras[extra] if extra else [*needed, *(t for e in extras.values() for t in e)]
+    needed = ast.literal_eval(setup_arguments()["install_requires"])
+    texts = extras()[extra] if extra else [*needed, *(t for e in extras().values() for t in e)]
     return [Requirement(text) for text in texts]
 
 

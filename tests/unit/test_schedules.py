@@ -5,9 +5,7 @@ Claim (schedules): learning rate, weight decay and batch size schedules are Mega
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +14,8 @@ import pytest
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.config import Config
-from megatron_ds.run_stages import RunStages
-from megatron_ds.train_state import SpikeLimits, StepResult, TrainState
+from megatron_ds.run_phases import RunPhases
+from megatron_ds.train_state import StepResult, TrainState
 from tests.tables import tables
 
 TABLES = tables(__file__)
@@ -193,7 +191,8 @@ def test_weight_decay_follows_the_table(style: str, table: dict[int, float]) -> 
 
 def batches(config: Config, dp_size: int, count: int) -> list[int]:
     """The first global batch sizes of a run."""
-    state, sizes = TrainState(), []
+    state = TrainState()
+    sizes = []
     for _ in range(count):
         plan = schedules.plan(config, state, dp_size)
         sizes.append(plan.global_batch_size)
@@ -217,13 +216,14 @@ def test_tokens_left_follow_the_batch_size_and_end_at_the_exit_interval() -> Non
     Claim (logging): the time left follows the batch size and ends at the next exit condition
     """
     rampup = {"global_batch_size": 16, "rampup_batch_size": (4, 4, 24), "train_samples": 60}
-    config, state = config_with(rampup), TrainState(1, 4, 40)
-    assert RunStages(config, 1).tokens_left(state) == 10 * (4 + 8 + 12 + 16 + 16)
-    assert RunStages(config, 1).tokens_left(TrainState(6, 60, 600)) == 0
+    config = config_with(rampup)
+    state = TrainState(1, 4, 40)
+    assert RunPhases(config, 1).tokens_left(state) == 10 * (4 + 8 + 12 + 16 + 16)
+    assert RunPhases(config, 1).tokens_left(TrainState(6, 60, 600)) == 0
     config = config.with_values({"exit_interval": 3})
-    assert RunStages(config, 1).tokens_left(state) == 10 * (4 + 8)
-    assert RunStages(config, 1).tokens_left(TrainState(3, 16, 160)) == 0  # the run exits here
-    assert RunStages(config, 1).tokens_left(TrainState(4, 28, 280)) == 10 * (16 + 16)
+    assert RunPhases(config, 1).tokens_left(state) == 10 * (4 + 8)
+    assert RunPhases(config, 1).tokens_left(TrainState(3, 16, 160)) == 0  # the run exits here
+    assert RunPhases(config, 1).tokens_left(TrainState(4, 28, 280)) == 10 * (16 + 16)
 
 
 def test_plan_counts_micro_batches_per_rank() -> None:
@@ -243,7 +243,7 @@ def test_planned_samples_cover_training_and_evaluation() -> None:
     assert schedules.planned_samples(config_with(without), dp_size=4) == (33, 0, 0)
 
 
-# Skipped iterations and loss spikes.
+# Skipped iterations.
 
 
 def test_ranges_of_skipped_iterations_are_joined() -> None:
@@ -252,59 +252,3 @@ def test_ranges_of_skipped_iterations_are_joined() -> None:
     assert config.schedule.skipped_ranges == ((3, 5), (9, 20), (30, 30))
     found = [schedules.skipped_range(config, at) for at in (2, 3, 5, 6, 9, 20, 21, 30)]
     assert found == [None, (3, 5), (3, 5), None, (9, 20), (9, 20), None, (30, 30)]
-
-
-def spike_config(sigma: float | None, window: int) -> Config:
-    spikes = {"skip_loss_spikes": sigma, "skip_loss_spikes_window": window}
-    return config_with({"train_iters": 50}, spikes)
-
-
-def after_steps(config: Config, compared: list[tuple[float, float] | None]) -> TrainState:
-    state = TrainState()
-    for each in compared:
-        plan = schedules.plan(config, state, 1)
-        state = state.advance(plan, StepResult(0.0, 0.0, skipped=each is None, compared=each))
-    return state
-
-
-def test_limits_are_the_mean_and_deviations_of_the_last_steps() -> None:
-    config = spike_config(3.0, 4)
-    assert schedules.spike_limits(spike_config(None, 4), TrainState()) is None
-    unknown = schedules.spike_limits(config, after_steps(config, [(1.0, 2.0)]))
-    assert unknown == SpikeLimits(math.inf, math.inf, 4)
-    losses = [90.0, 1.0, 2.0, None, 3.0, 4.0]
-    state = after_steps(config, [None if loss is None else (loss, 5.0) for loss in losses])
-    assert (state.recent_losses, state.recent_norms) == ((1.0, 2.0, 3.0, 4.0), (5.0,) * 4)
-    found = schedules.spike_limits(config, state)
-    deviation = statistics.stdev([1.0, 2.0, 3.0, 4.0])
-    loss = pytest.approx(2.5 + 3.0 * deviation)
-    assert found == (loss, 5.0, 4, (loss, 5.0))
-
-
-def test_checked_values_are_at_most_ten_times_the_largest_recorded_ones() -> None:
-    """Claim (non-finite): `--check-for-spiky-loss` and `--check-for-large-grads` find values above
-    ten times the largest one of the last 100 steps"""
-    both = {"train_iters": 200, "check_for_spiky_loss": True, "check_for_large_grads": True}
-    steps: list[tuple[float, float] | None] = [(9.0, 8.0), *[(2.0, 0.5)] * 98, (4.0, 1.0)]
-    few = after_steps(config_with(both), steps[:9])
-    assert schedules.spike_limits(config_with(both), few) == SpikeLimits(math.inf, math.inf, 100)
-    known, infinite = after_steps(config_with(both), steps), (math.inf, math.inf)
-    assert schedules.spike_limits(config_with(both), known) == (90.0, 80.0, 100, infinite)
-    later = after_steps(config_with(both), [*steps, (3.0, 0.1)])
-    assert schedules.spike_limits(config_with(both), later) == (40.0, 10.0, 100, infinite)
-    loss = config_with({**both, "check_for_large_grads": False, "skip_loss_spikes": 4.0})
-    limits = schedules.spike_limits(loss, later)
-    assert limits is not None
-    assert limits == (limits.accepted[0], limits.accepted[1], 128, limits.accepted)
-    assert limits.loss < 40.0
-    off = config_with({**both, "rerun_mode": "disabled"})
-    assert schedules.spike_limits(off, later) is None
-
-
-def test_history_of_losses_survives_a_checkpoint_exactly() -> None:
-    config = spike_config(3.0, 4)
-    state = after_steps(config, [(1 / 3, 0.1), (2 / 3, 1e-300), (math.pi, 1e30)])
-    values = json.loads(json.dumps(state.to_dict()))
-    assert TrainState.from_dict(values) == state
-    del values["recent_losses"], values["recent_norms"]
-    assert TrainState.from_dict(values).recent_losses == ()

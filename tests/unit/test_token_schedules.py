@@ -32,7 +32,8 @@ def config_with(length: int = LENGTH, lr: float = 1.0, **schedule: Any) -> Confi
 
 def simulated(config: Config, dp_size: int = 1, start: TrainState | None = None) -> list[StepPlan]:
     """Plan every step from a state to the end of the run."""
-    state, plans = start or TrainState(), list[StepPlan]()
+    state = start or TrainState()
+    plans = list[StepPlan]()
     schedule = config.schedule
     while schedule.train_iters is None or state.iteration < schedule.train_iters:
         plan = schedules.plan(config, state, dp_size)
@@ -134,7 +135,8 @@ def runs(draw: st.DrawFn) -> Config:
         end = draw(st.integers(start, length))
         schedule["curriculum_seqlen"] = (start, end, draw(st.integers(1, 60)))
     batches = draw(st.sampled_from(("constant", "rampup", "steps")))
-    schedule["global_batch_size"] = final = draw(st.integers(1, 9))
+    schedule["global_batch_size"] = draw(st.integers(1, 9))
+    final = schedule["global_batch_size"]
     if batches == "rampup":
         start = draw(st.integers(1, final))
         increment = draw(st.sampled_from([n for n in range(1, 9) if (final - start) % n == 0]))
@@ -268,10 +270,13 @@ def test_a_warmup_in_samples_of_a_curriculum_is_that_of_the_forks() -> None:
         lr_decay_tokens=12_000,
     )
     assert problems(config) == []
-    samples = tokens = warmup_tokens = 0
+    samples = 0
+    tokens = 0
+    warmup_tokens = 0
     for step in range(100):
         if samples <= 80:
-            expected, warmup_tokens = samples / 80, tokens
+            expected = samples / 80
+            warmup_tokens = tokens
         else:
             expected = max(0.0, 1 - (tokens - warmup_tokens) / (12_000 - warmup_tokens))
         assert rate(config, samples, tokens) == pytest.approx(expected, abs=1e-12), step

@@ -1,4 +1,4 @@
-"""The sweep over versions of DeepSpeed: its report is read, and its page is current."""
+"""The sweeps over versions of DeepSpeed and of other packages: their pages are current."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+from packaging.utils import canonicalize_name
+
 from megatron_ds.config.support_matrix import AXES
 from tests.pages import support_matrix
 from tests.reports import read_cases
-from tests.versions import run
+from tests.unit.test_requirements import pins, ranges
+from tests.versions import bounds, run
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.dist.test_layouts" name="test_layout_equals_one_process[a]"/>
@@ -84,3 +88,45 @@ def test_pairs_without_a_passed_case_are_listed() -> None:
     result["failed"] = {}
     missing = support_matrix.unrecorded_pairs({"0.1.2": {support_matrix.LAYOUTS: result}}, "0.1.2")
     assert ("ZeRO stage 1", "precision bf16") not in missing
+
+
+def test_page_of_other_packages_is_current() -> None:
+    """`make test-versions` writes both."""
+    assert bounds.OUTPUT.read_text(encoding="utf-8") == bounds.page(bounds.read_results())
+
+
+def test_no_lower_bound_failed() -> None:
+    """After a change of one: `make test-versions VERSIONS=lowest`."""
+    sets = bounds.read_results().get(bounds.LOWEST, {"sets": {}})["sets"]
+    assert {name: result["failed"] for name, result in sets.items() if result["failed"]} == {}
+
+
+def test_environments_have_exact_versions() -> None:
+    lowest = bounds.exact("lowest")
+
+    assert lowest.keys() == {canonicalize_name(requirement.name) for requirement in ranges()}
+    assert lowest["pytest"] == pins()["pytest"]
+    assert bounds.exact("newest") == {}
+    assert "tests/unit/conversion" not in bounds.unit_tests("torch==2.1")
+    assert "tests/unit/conversion" in bounds.unit_tests("lowest")
+
+
+@pytest.mark.parametrize(
+    ("failed", "commands", "versions"),
+    [({}, 4, {"2.1"}), ({"test_x": "a | b"}, 4, set()), ({}, 0, set())],
+)
+def test_version_of_a_package_is_claimed_only_if_everything_passed(
+    failed: dict[str, str], commands: int, versions: set[str]
+) -> None:
+    sets = {
+        "installation": {"tests": 1, "failed": {}},
+        "commands": {"tests": commands, "failed": {}},
+        "unit tests": {"tests": 2, "failed": failed},
+    }
+    where = {"python": "3.11", "date": "2026-01-01", "machine": "CPU"}
+    runs = {"torch==2.1": {"sets": sets, "versions": {"torch": "2.1"}, **where}}
+
+    assert bounds.passing_versions("torch", runs) == versions
+    text = bounds.page(runs)
+    assert ("| 2.1 | 2.1 |" in text) == bool(versions)
+    assert (r"| `test_x` | a \| b |" in text) == bool(failed)

@@ -1,13 +1,16 @@
-"""Runs the tests of `make quick` with other versions of the packages that setup.py admits.
+"""Runs what users do, and tests, with other versions of the packages that setup.py admits.
 
-    make test-versions VERSIONS="lowest torch==2.14.1 transformers==5.24.0"
+    make test-versions VERSIONS="lowest torch==2.14.1 transformers==5.23.0"
 
-`lowest` has the lower bounds of setup.py together; other versions run alone, beside the pins.
+`lowest` has the lower bounds of setup.py together, but the tests' own packages as they are pinned,
+and `newest` the newest versions that pip finds within its ranges. Other versions replace those of
+requirements.txt; the rest stays as it is there.
 
-Each run has an environment of its own in build/versions, into which pip installs this project with
-its extras, so that a version that pip itself would not choose is an error of the run. The lower
-bounds of torch and DeepSpeed are tried alone, since torch's builds are large. The results are kept
-in bounds.json and printed as a table.
+Each run has an environment of its own in build/versions. For `lowest` and `newest` pip installs
+this project with its extras, so that versions that contradict each other are an error of the run.
+The other environments have only the named versions, in front of the packages of the interpreter
+that runs this script. The results are kept in bounds.json, from which
+docs/development/package_versions.md is written.
 """
 
 from __future__ import annotations
@@ -15,102 +18,181 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
-from tests.reports import Case, read_cases  # noqa: E402 (the repository is on the path now)
-from tests.unit.test_requirements import pins, ranges  # noqa: E402
+from tests.reports import Case, machine, read_cases  # noqa: E402 (the path is set now)
+from tests.unit.test_requirements import extras, pins, ranges  # noqa: E402
 
 ENVIRONMENTS = REPOSITORY / "build" / "versions"
 RESULTS = Path(__file__).with_name("bounds.json")
-EXTRAS = "preprocess,tokenizers,cleaning,plot,server,test"
-"""Extras of setup.py that the tests use; the rest is large or needs a service."""
-TRIED_ALONE = ("torch", "deepspeed")
-SETS = {
-    "unit tests": ["tests/unit", "--deselect=tests/unit/test_requirements.py"],
-    "one case of each proof": ["-m", "smoke", "tests/dist", "tests/e2e"],
+OUTPUT = REPOSITORY / "docs" / "development" / "package_versions.md"
+LEFT_OUT = ("ray", "eval", "dev")
+"""Extras of setup.py that are not installed: the tests of two are not unit tests, and `dev` is for
+lint."""
+EXTRAS = tuple(extra for extra in extras() if extra not in LEFT_OUT)
+"""Extras that are installed."""
+LOWEST = "lowest"
+NEWEST = "newest"
+COMMANDS = "tests/e2e/package_commands.py"
+FOLDERS = {
+    "torch": ("engine", "parallel", "model", "checkpoint"),
+    "transformers": ("conversion", "tokenizer"),
+    "": ("preprocess", "cleaning", "fileio", "inference", "reports", "training"),
 }
-"""What is run, with pytest's arguments: the tests of `make quick`."""
-HEAD = """\
-# Versions of the other packages
+"""Package -> folders of tests/unit that depend on it; "": that depend on others."""
+PACKAGES = """
+## Packages
 
-A cell has the number of failed tests and of all that ran.
+The lowest and the newest version of environments in which the commands ran and nothing failed:
+
+| package | `setup.py` | `requirements.txt` | lowest | newest |
+|---|---|---|---|---|
+"""
+FIND_VERSIONS = """
+import importlib.metadata, json, sys
+versions = {}
+for name in sys.argv[1:]:
+    try:
+        versions[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(versions))
+"""
+"""Prints the versions of the named packages that are installed."""
+HEAD = f"""\
+# Versions of other packages
+
+This page shows with which versions of other packages the package works.
+
+Written by `make test-versions VERSIONS="..."`, which makes an environment for each. `lowest` has
+the lower bounds of `setup.py` together, `newest` the newest versions that pip found within its
+ranges. The other environments have the named versions, and the rest as in `requirements.txt`. Each
+of them runs
+
+- *commands* (`{COMMANDS}`): text, tokenizer and token files; training on one rank and
+  on two tensor-parallel ranks, each ended halfway, resumed, and compared with an uninterrupted run;
+  export to a Hugging Face model, whose logits `transformers` confirms, and back; generation; a plot
+  and a report;
+- *unit tests* of the folders of `tests/unit` that depend on the named package: for torch
+  {", ".join(FOLDERS["torch"])}; for transformers {", ".join(FOLDERS["transformers"])};
+  for `lowest` and `newest` also
+  {", ".join(FOLDERS[""])}.
+
+A cell has the number of failed tests and of all that ran. DeepSpeed has
+[its own page](deepspeed_versions.md). Ray, lm_eval and what lint needs were not tried.
 
 """
 
 Result = dict[str, Any]
 """Of a set of tests: how many "tests" ran, and the first error of each that "failed"."""
+Run = dict[str, Any]
+"""Of an environment: "sets" of tests with their results, "versions" of packages, "python", "date"
+and "machine"."""
 
 
-def lower_bounds() -> dict[str, str]:
-    """The lower bounds of setup.py by package, without those that are tried alone."""
-    bounds = {}
-    for requirement in ranges():
-        lowest = [part.version for part in requirement.specifier if part.operator == ">="]
-        name = canonicalize_name(requirement.name)
-        if lowest and name not in TRIED_ALONE:
-            bounds[name] = lowest[0]
-    return bounds
+def lower_bound(requirement: Requirement) -> str | None:
+    """The lower bound of a range."""
+    versions = [part.version for part in requirement.specifier if part.operator == ">="]
+    return versions[0] if versions else None
 
 
-def constraints(version: str) -> dict[str, str]:
-    """The exact versions of a run by package; what has none is chosen by pip."""
-    if version == "lowest":
-        of_tests = {canonicalize_name(requirement.name) for requirement in ranges("test")}
-        return lower_bounds() | {name: pins()[name] for name in (*TRIED_ALONE, *of_tests)}
-    requirement = Requirement(version)
-    tried = {canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")}
-    named = {canonicalize_name(requirement.name) for requirement in ranges()}
-    return {name: pin for name, pin in pins().items() if name in named} | tried
+def exact(name: str) -> dict[str, str]:
+    """The versions of `lowest` or `newest` by package; pip chooses the others."""
+    if name == NEWEST:
+        return {}
+    bounds = {canonicalize_name(each.name): lower_bound(each) for each in ranges()}
+    of_tests = [canonicalize_name(each.name) for each in ranges("test")]
+    lowest = bounds | {package: pins()[package] for package in of_tests}
+    return {package: bound for package, bound in lowest.items() if bound is not None}
 
 
-def install(version: str) -> Path:
-    """Installs the project with the versions of a run, if missing; returns its interpreter."""
-    folder = ENVIRONMENTS / version.replace("==", "-")
-    python = folder / "bin" / "python"
-    if not (folder / ".installed").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+def interpreter(name: str) -> Path:
+    return ENVIRONMENTS / name.replace("==", "-").replace(",", "-") / "bin" / "python"
+
+
+def install(name: str) -> Result:
+    """Makes an environment, if it is missing; the result of its installation."""
+    python = interpreter(name)
+    folder = python.parents[1]
+    result: Result = {"tests": 1, "failed": {}}
+    if (folder / ".installed").exists():
+        return result
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [str(python), "-m", "pip", "install", "--no-compile"]
+    if name in (LOWEST, NEWEST):
         file = folder / "constraints.txt"
-        file.write_text("".join(f"{name}=={pin}\n" for name, pin in constraints(version).items()))
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile"]
-        subprocess.run(
-            [*pip, "--constraint", str(file), "setuptools", "wheel", "ninja"], check=True
-        )
-        project = f"{REPOSITORY}[{EXTRAS}]"
-        torch = f"torch=={constraints(version)['torch']}"
-        subprocess.run([*pip, "--constraint", str(file), torch, "numpy"], check=True)
-        command = [*pip, "--constraint", str(file), "--no-build-isolation", "--editable", project]
-        subprocess.run(command, check=True)
-        (folder / ".installed").touch()
-    return python
+        file.write_text("".join(f"{each}=={version}\n" for each, version in exact(name).items()))
+        pip += ["--constraint", str(file)]
+        # DeepSpeed's build imports torch.
+        torch = [str(requirement) for requirement in ranges() if requirement.name == "torch"]
+        project = ["--no-build-isolation", "--editable", f"{REPOSITORY}[{','.join(EXTRAS)}]"]
+        steps = [["setuptools", "wheel", "ninja", "numpy", *torch], project]
+    else:
+        site = next(path for path in (folder / "lib").glob("python*/site-packages"))
+        packages = [path for path in sys.path if path.endswith("site-packages")]
+        (site / "pinned.pth").write_text("\n".join(packages))
+        steps = [name.split(",")]
+    for step in steps:
+        done = subprocess.run([*pip, *step], stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            return result | {"failed": {"pip": pip_error(done.stderr)}}
+    (folder / ".installed").touch()
+    return result
 
 
-def run_tests(python: Path) -> dict[str, Result]:
-    """The results of the sets of tests with an environment."""
-    results = {}
+def pip_error(output: str) -> str:
+    """The requirements that contradict each other, or the last error."""
+    conflict = re.search(r"^The conflict is caused by:\n((?: .*\n)+)", output, re.MULTILINE)
+    errors = re.findall(r"^ *ERROR: (.*)", output, re.MULTILINE)
+    if conflict:
+        return "; ".join(line.strip() for line in conflict[1].splitlines())
+    return errors[-1] if errors else output[-300:]
+
+
+def versions_of(python: Path) -> dict[str, str]:
+    """The versions that an interpreter finds of the packages that setup.py names."""
+    packages = sorted({canonicalize_name(requirement.name) for requirement in ranges()})
+    command = [str(python), "-c", FIND_VERSIONS, *packages]
+    printed = subprocess.run(command, capture_output=True, check=True).stdout
+    return dict(json.loads(printed))
+
+
+def unit_tests(name: str) -> list[str]:
+    """The folders of unit tests that an environment runs."""
+    packages = {Requirement(text).name for text in name.split(",")} & FOLDERS.keys()
+    selected = packages or FOLDERS.keys()
+    return [f"tests/unit/{folder}" for package in selected for folder in FOLDERS[package]]
+
+
+def run_tests(name: str, tests: Sequence[str], workers: int) -> Result:
+    """The result of a set of tests in an environment."""
+    python = interpreter(name)
+    programs = (str(python.parent), str(Path(sys.executable).parent))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "torch_extensions"),
-        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([*programs, os.environ["PATH"]]),
     }
-    for name, arguments in SETS.items():
-        report = python.parents[1] / "report.xml"
-        report.unlink(missing_ok=True)
-        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2"]
-        command += ["--dist", "loadfile", f"--junitxml={report}", *arguments]
-        subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
-        results[name] = result_of([case for case in read_cases(report) if not case.is_skipped])
-    return results
+    report = python.parents[1] / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"-n{workers}"]
+    command += ["--dist", "loadfile", f"--junitxml={report}", *tests]
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
+    return result_of([case for case in read_cases(report) if not case.is_skipped])
 
 
 def result_of(cases: Sequence[Case]) -> Result:
@@ -119,39 +201,99 @@ def result_of(cases: Sequence[Case]) -> Result:
     return {"tests": len(cases), "failed": failed}
 
 
-def page(results: dict[str, dict[str, Result]]) -> str:
-    """The results as a page of Markdown."""
-    lines = [HEAD, f"| | {' | '.join(SETS)} |\n", f"|---|{'---|' * len(SETS)}\n"]
-    for version, by_set in sorted(results.items()):
-        cells = [_cell(by_set[name]) for name in SETS]
-        lines.append(f"| {version} | {' | '.join(cells)} |\n")
-    for version, by_set in sorted(results.items()):
-        failed = {
-            name: error for result in by_set.values() for name, error in result["failed"].items()
-        }
+def run(name: str, workers: int) -> Iterator[Run]:
+    """Installs and tests an environment; its results so far after each set."""
+    sets = {"installation": install(name)}
+    where = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine(),
+    }
+    if sets["installation"]["failed"]:
+        yield {"sets": sets, "versions": {}, **where}
+        return
+    versions = versions_of(interpreter(name))
+    sets["commands"] = run_tests(name, [COMMANDS], 0)
+    yield {"sets": sets, "versions": versions, **where}
+    sets["unit tests"] = run_tests(name, unit_tests(name), workers)
+    yield {"sets": sets, "versions": versions, **where}
+
+
+def passed(run: Run) -> bool:
+    """Whether the commands ran in an environment, and nothing failed."""
+    ran = "commands" in run["sets"] and run["sets"]["commands"]["tests"] > 0
+    return ran and not any(result["failed"] for result in run["sets"].values())
+
+
+def passing_versions(package: str, runs: Mapping[str, Run]) -> set[str]:
+    """The versions of a package in environments without failures."""
+    installed = [run["versions"] for run in runs.values() if passed(run)]
+    return {versions[package] for versions in installed if package in versions}
+
+
+def page(runs: Mapping[str, Run]) -> str:
+    """The text of docs/development/package_versions.md."""
+    return "".join([HEAD, *_environments(runs), *_packages(runs), *_failures(runs)])
+
+
+def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
+    yield "| environment | installation | commands | unit tests | Python | date | machine |\n"
+    yield "|---|---|---|---|---|---|---|\n"
+    for name, run in sorted(runs.items()):
+        cells = [
+            _cell(run["sets"].get(each)) for each in ("installation", "commands", "unit tests")
+        ]
+        cells += [run["python"], run["date"], run["machine"]]
+        yield f"| `{name}` | {' | '.join(cells)} |\n"
+
+
+def _packages(runs: Mapping[str, Run]) -> Iterator[str]:
+    yield PACKAGES
+    left_out = {each.name for extra in LEFT_OUT for each in ranges(extra)}
+    tried = [each for each in ranges() if each.name not in left_out]
+    specifiers = {canonicalize_name(each.name): str(each.specifier) for each in tried}
+    for package, specifier in sorted(specifiers.items()):
+        passing = sorted(passing_versions(package, runs), key=Version)
+        lowest, newest = (passing[0], passing[-1]) if passing else ("not run", "not run")
+        yield f"| {package} | `{specifier}` | {pins()[package]} | {lowest} | {newest} |\n"
+
+
+def _failures(runs: Mapping[str, Run]) -> Iterator[str]:
+    for name, run in sorted(runs.items()):
+        failed = [item for result in run["sets"].values() for item in result["failed"].items()]
         if failed:
-            lines.append(f"\n## Failures with {version}\n\n| test | error |\n|---|---|\n")
-            lines += [
-                f"| `{name}` | {error.replace('|', chr(92) + '|')} |\n"
-                for name, error in failed.items()
-            ]
-    return "".join(lines)
+            yield f"\n## Failures with `{name}`\n\n| test | error |\n|---|---|\n"
+        for test, error in failed:
+            yield f"| `{test}` | {error.replace('|', chr(92) + '|')} |\n"
 
 
-def _cell(result: Result) -> str:
+def _cell(result: Result | None) -> str:
+    if result is None or not result["tests"]:
+        return "not run"
     failed = len(result["failed"])
     return f"**{failed} of {result['tests']}**" if failed else f"0 of {result['tests']}"
 
 
+def read_results() -> dict[str, Run]:
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {}
+
+
+def write_results(runs: Mapping[str, Run]) -> None:
+    RESULTS.write_text(json.dumps(runs, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    OUTPUT.write_text(page(runs), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("versions", nargs="+", help="lowest, or such as torch==2.14.1")
-    stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    for version in parser.parse_args().versions:
-        print(f"== {version}", flush=True)
-        stored[version] = run_tests(install(version))
-        RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(page(stored))
+    parser.add_argument("names", nargs="*", help="lowest, newest, or such as torch==2.14.1")
+    parser.add_argument("--workers", type=int, default=2, help="processes of pytest")
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        print(f"== {name}", flush=True)
+        for result in run(name, arguments.workers):
+            write_results(read_results() | {name: result})
+    write_results(read_results())
+    print(f"wrote {OUTPUT}")
 
 
 if __name__ == "__main__":

@@ -31,16 +31,10 @@ class Options(CleaningCommand):
         "output": "OUTPUT",
     }
 
-    input_file: str = option_field(
-        "",
-        "JSON lines, or another input format of clean.py",
-        metavar="INPUT",
-        positional=True,
-        required=True,
-    )
-    output_file: str = option_field(
-        "", "output file (JSON lines)", metavar="OUTPUT", positional=True, required=True
-    )
+    input_file: str = option_field("", metavar="INPUT", positional=True, required=True)
+    """JSON lines, or another input format of clean.py."""
+    output_file: str = option_field("", metavar="OUTPUT", positional=True, required=True)
+    """Output file (JSON lines)."""
     cleaning: CleaningOptions = option_group(
         dataclasses.replace(CleaningCommand.cleaning, stages=("fix", "language", "length")),
         flags=dict.fromkeys(("paths", "output", "hf_dataset", "hf_config", "hf_split")),

@@ -34,15 +34,11 @@ class Options(CleaningCommand):
         ("paths", "json_key", "json_keys"), "--dedup-dataset"
     )
 
-    dedup_dataset: tuple[str, ...] = option_field(
-        (),
-        "file of documents, followed by the key of the text",
-        nargs=2,
-        metavar="TEXT",
-        required=True,
-    )
-    tasks: tuple[str, ...] = option_field((), f"only {LAMBADA}", nargs="*", metavar="TASK")
-    lambada_path: str | None = option_field(None, "same as --eval-task-files", metavar="FILE")
+    dedup_dataset: tuple[str, ...] = option_field((), nargs=2, metavar="TEXT", required=True)
+    """File of documents, followed by the key of the text."""
+    tasks: tuple[str, ...] = option_field((), help=f"only {LAMBADA}", nargs="*", metavar="TASK")
+    lambada_path: str | None = option_field(None, metavar="FILE")
+    """Same as --eval-task-files."""
     cleaning: CleaningOptions = option_group(
         dataclasses.replace(CleaningCommand.cleaning, stages=("decontaminate",)),
         flags={

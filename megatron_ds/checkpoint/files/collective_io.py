@@ -30,7 +30,7 @@ class RankWork:
 
     run: Callable[[], Any]
     on_all: bool
-    """On every rank; otherwise on the first."""
+    """Whether every rank runs it; otherwise only the first rank does."""
     merge: Callable[[list[Any]], Any] = list
     """Makes one result of all ranks' results, on the first one. It is sent to every rank: without
     it all results are, whose traffic grows with the square of the ranks."""
@@ -48,7 +48,8 @@ class CollectiveIO:
 
     def __init__(self) -> None:
         """Creates the process group; gloo on every device, since messages are in host memory."""
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self._group = None
         if self.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -101,7 +102,7 @@ class CollectiveIO:
 
         Args:
             work: The work, the same on every rank.
-            outcome: Of this rank's part.
+            outcome: Outcome of this rank's work.
         """
         return self._share_first(self._merged(work, outcome) if work.on_all else outcome)
 
@@ -131,7 +132,8 @@ class CollectiveIO:
         return first.result
 
     def _merged(self, work: RankWork, outcome: Outcome) -> Outcome:
-        """On the first rank, the result of all outcomes, or the first error among them."""
+        """Gathers the outcomes of all ranks on the first rank and merges them; the first error is
+        the result if there are any."""
         answers = self._gather_on_first(outcome)
         for rank, (_, error) in enumerate(answers):
             if error is not None:

@@ -46,8 +46,8 @@ class FileAssignment:
         first = self._first_reader(match)
         if match["dp"] is not None:
             return first == rank
-        part, rest = divmod(rank, self.dp_size * self.tp_size)
-        return (part, rest % self.tp_size) == divmod(int(match["model"]), self.tp_size)
+        part, remainder = divmod(rank, self.dp_size * self.tp_size)
+        return (part, remainder % self.tp_size) == divmod(int(match["model"]), self.tp_size)
 
     def _first_reader(self, match: re.Match[str]) -> int:
         stage, tp_rank = divmod(int(match["model"]), self.tp_size)

@@ -60,7 +60,8 @@ def lazy_full_weights(checkpoint: Checkpoint) -> dict[str, TensorReader]:
         for name in ranks[0]:
             if name in weights:  # a stage's copy of a tied embedding
                 continue
-            shards, spec = [rank[name] for rank in ranks], checkpoint.run.shards.get(name)
+            shards = [rank[name] for rank in ranks]
+            spec = checkpoint.run.shards.get(name)
             weights[name] = shards[0] if spec is None else _unsharded(shards, spec)
     return weights
 
@@ -82,7 +83,8 @@ def _weights_of(checkpoint: Checkpoint, model_rank: int) -> dict[str, TensorRead
 
 
 def _unsharded(shards: Sequence[TensorReader], record: ShardRecord) -> TensorReader:
-    spec, shape = ShardSpec(record.dim, record.sections), list(shards[0].shape)
+    spec = ShardSpec(record.dim, record.sections)
+    shape = list(shards[0].shape)
     shape[spec.dim] = sum(spec.sections)
 
     def read() -> torch.Tensor:

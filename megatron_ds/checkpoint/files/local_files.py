@@ -11,7 +11,7 @@ import json
 import secrets
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +191,11 @@ def publish(temporary: Path, target: Path) -> None:
     discard(replaced)
     if target.exists():
         rename(target, replaced)
-    rename(temporary, target)
+    try:
+        rename(temporary, target)
+    except OSError:
+        restore_replaced(target.parent)
+        raise
     try:
         fsync_path(target.parent)
     except OSError:
@@ -240,10 +244,15 @@ def remove_older(newest: Path, branch: Lineage, retention: Retention) -> None:
         _delete(removed)
 
 
-def write_pointers(target: Path) -> None:
-    """Makes the pointer files name a checkpoint, which a later load then selects."""
+def write_pointers(target: Path, confirm: Callable[[], object] | None = None) -> None:
+    """Makes the pointer files name a checkpoint, which a later load then selects.
+
+    Args:
+        target: The checkpoint.
+        confirm: Called right before each file is replaced, which its error prevents.
+    """
     for name, text in zip(POINTERS, (target.name, str(iteration_of(target))), strict=True):
-        write_atomically(target.parent / name, text.encode())
+        write_atomically(target.parent / name, text.encode(), confirm)
     # The target is the last: after a crash in between, no other one must be selected.
     for path in sorted(list_checkpoints(target.parent), key=lambda path: path == target):
         (path / POINTER_PENDING).unlink(missing_ok=True)

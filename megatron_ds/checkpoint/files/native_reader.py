@@ -32,10 +32,15 @@ from megatron_ds.parallel.weights import ShardSpec
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 OPTIMIZER_SETTINGS = (
-    *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
-    *("zero_stage", "partition_count", "ds_version"),
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "clip_grad",
+    "zero_stage",
+    "partition_count",
+    "ds_version",
 )
-"""Entries of DeepSpeed's files that are no tensors."""
+"""Entries of DeepSpeed's files that are not tensors."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class SavedStates:
 
     def __init__(self, checkpoint: Checkpoint, *, has_optimizer: bool = True) -> None:
         self._has_optimizer = has_optimizer
-        self._path, self._layout = checkpoint.path, checkpoint.run.layout
+        self._path = checkpoint.path
+        self._layout = checkpoint.run.layout
         self._tp_size = self._layout.tensor_model_parallel_size
         self._experts = frozenset(checkpoint.run.experts)
         self._specs = {
@@ -109,9 +115,9 @@ class SavedStates:
     def optimizer_settings(self) -> Mapping[str, Any]:
         """DeepSpeed's record of the optimizer besides flat tensors, from the first rank."""
         file = self._file(0, 0, 0)
-        kept = {name: file[name] for name in OPTIMIZER_SETTINGS if name in file}
+        settings = {name: file[name] for name in OPTIMIZER_SETTINGS if name in file}
         groups = _inner(file)["param_groups"] if self._has_optimizer else []
-        return {**kept, "param_groups": groups}
+        return {**settings, "param_groups": groups}
 
     @property
     def run_settings(self) -> Mapping[str, Any]:
@@ -150,15 +156,17 @@ class SavedStates:
 
     def _read_rows(self, saved: _Saved, key: str, rows: range, columns: Columns | None) -> Tensor:
         name = saved.place.name
-        shape, ep_size, spec = self.shapes[name], self._ep_size(name), self._specs.get(name)
+        shape = self.shapes[name]
+        ep_size = self._ep_size(name)
+        spec = self._specs.get(name)
         if (
             ep_size > 1 and spec is not None and spec.dim == 0
         ):  # whole experts of both kinds of ranks
-            of_tp = ShardSpec(0, (shape[0] // self._tp_size,))
+            tp_spec = ShardSpec(0, (shape[0] // self._tp_size,))
             shards = [
                 self._read_shard(saved, key, tp_rank, ep_rank, local)
                 for tp_rank, part in spec.locate(rows, self._tp_size)
-                for ep_rank, local in of_tp.locate(part, ep_size)
+                for ep_rank, local in tp_spec.locate(part, ep_size)
             ]
             return part_of(join(shards), range(len(rows)), columns)
         parts = [
@@ -171,7 +179,8 @@ class SavedStates:
         self, saved: _Saved, key: str, ep_rank: int, rows: range, columns: Columns | None
     ) -> Tensor:
         """Rows of one expert-parallel rank, restricted to the kept columns."""
-        spec, tp_size = self._specs.get(saved.place.name), self._tp_size
+        spec = self._specs.get(saved.place.name)
+        tp_size = self._tp_size
         if spec is None or spec.dim == 0:
             # Of a replicated parameter, the first rank's copy.
             places = [(0, rows)] if spec is None else spec.locate(rows, tp_size)
@@ -191,8 +200,10 @@ class SavedStates:
         self, saved: _Saved, key: str, tp_rank: int, ep_rank: int, rows: range
     ) -> Tensor:
         """Rows of the shard of a tensor- and an expert-parallel rank."""
-        layout, entry = self._layout, saved.place
-        ep_size, stage = self._ep_size(entry.name), layout.zero_stage
+        layout = self._layout
+        entry = saved.place
+        ep_size = self._ep_size(entry.name)
+        stage = layout.zero_stage
         width = math.prod(entry.shape[1:])
         elements = range(rows.start * width, rows.stop * width)
         slices = layout.ds_sequence_parallel_size

@@ -102,7 +102,8 @@ def tokenizer_config(checkpoint: Checkpoint) -> TokenizerConfig:
 def _from_dict(cls: type[Settings], values: Mapping[str, Any], checkpoint: Checkpoint) -> Settings:
     known = {item.name for item in dataclasses.fields(cls)}
     if unknown := ", ".join(sorted(values.keys() - known)):
-        path, group = checkpoint.path / RUN, cls.__name__
+        path = checkpoint.path / RUN
+        group = cls.__name__
         raise user_error("checkpoint-of-newer-version", path=path, group=group, unknown=unknown)
     tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return cls(**{**values, **tuples})

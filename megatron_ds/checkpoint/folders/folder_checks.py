@@ -29,8 +29,7 @@ def claimed_folders(
         The lock of --save, on the first rank.
 
     Raises:
-        UserError: If --save cannot be created, or another run owns it.
-        OSError: If --save cannot be written.
+        UserError: If --save cannot be created or written, or another run owns it.
     """
     lock: RunLock | None = None
 
@@ -40,7 +39,10 @@ def claimed_folders(
             save.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise user_error("save-folder-not-created", folder=save, error=error) from None
-        lock = run_lock.acquire(save, log)
+        try:
+            lock = run_lock.acquire(save, log)
+        except OSError as error:
+            raise user_error("save-folder-not-writable", folder=save, error=error) from None
 
     try:
         if folders.save is not None and folders.save.url is None:
@@ -54,7 +56,8 @@ def claimed_folders(
 def folder_ownership(
     lock: RunLock | None, folders: RunFolders, ranks: CollectiveIO
 ) -> Ownership | None:
-    """What each rank asks before it writes a record; None without a local --save. Collective.
+    """Returns the check of the lock of --save that each rank makes before it writes a record.
+    Collective; None without a local --save.
 
     Args:
         lock: The lock of --save, on the first rank.

@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import ignore, user_error
 from megatron_ds.fileio.visibility import retry_stale
 from megatron_ds.launch import environment
 from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
@@ -99,7 +99,7 @@ class LockFile(Protocol):
         """Content that its owner has written; None if there is no owner."""
 
     def create(self, content: bytes) -> bool:
-        """Creates the file unless there is one; returns whether it did."""
+        """Creates the file unless it exists; returns whether it did."""
 
     def touch(self, content: bytes) -> None:
         """Gives a heartbeat of the owner who has written this content."""
@@ -120,7 +120,8 @@ def seconds_since_boot() -> float:
 
 @dataclass(frozen=True)
 class Lease:
-    """What a lock promises any rank of its owner."""
+    """Content and timing of a held lock, from which any rank of its owner checks that it still
+    holds."""
 
     content: bytes
     """Content of the lock file."""
@@ -137,15 +138,18 @@ class Ownership:
 
     Args:
         file: The lock's file.
-        lease: Of the lock.
+        lease: Lease of the lock.
         clock: Returns seconds.
     """
 
     def __init__(
         self, file: LockFile, lease: Lease, clock: Callable[[], float] = seconds_since_boot
     ) -> None:
-        self._file, self._lease, self._clock = file, lease, clock
-        self._confirmed, self._is_lost = clock(), False
+        self._file = file
+        self._lease = lease
+        self._clock = clock
+        self._confirmed = clock()
+        self._is_lost = False
 
     def may_write(self) -> bool:
         """Whether a record may be appended now. A file that cannot be read changes nothing."""
@@ -191,11 +195,11 @@ class RunLock:
 
     Args:
         file: The lock's file, which this process has created.
-        lease: What it promises.
+        lease: Content and timing of the lock.
         clock: Returns seconds.
 
     Attributes:
-        lease: As above.
+        lease: The argument `lease`.
         on_lost: Called, perhaps several times, once another run has taken the lock.
     """
 
@@ -203,8 +207,9 @@ class RunLock:
         self, file: LockFile, lease: Lease, clock: Callable[[], float] = seconds_since_boot
     ) -> None:
         self.lease = lease
-        self.on_lost: Callable[[], object] = lambda: None
-        self._file, self._content = file, lease.content
+        self.on_lost: Callable[[], object] = ignore
+        self._file = file
+        self._content = lease.content
         self._ownership = Ownership(file, lease, clock)
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._touch_regularly, name="run lock", daemon=True)
@@ -242,14 +247,16 @@ class RunLock:
 def acquire(folder: Path, log: Callable[[str], None]) -> RunLock:
     """Takes the lock of a folder; see `acquire_lock`."""
     folder.mkdir(parents=True, exist_ok=True)
-    file, inode = FolderLockFile(folder / LOCK), folder.stat().st_ino
+    file = FolderLockFile(folder / LOCK)
+    inode = folder.stat().st_ino
     return acquire_lock(file, log, os.path.realpath(folder), inode)
 
 
 def acquire_lock(
     file: LockFile, log: Callable[[str], None], folder: str = "", inode: int = 0
 ) -> RunLock:
-    """Takes a lock, at once if there is no owner, a dead one of this host, or a copy's.
+    """Takes a lock, without waiting if it is free, if its owner was a process of this host that has
+    ended, or if the folder is a copy of the owner's.
 
     Args:
         file: Where it is kept.
@@ -292,7 +299,8 @@ def _is_alive(file: LockFile, content: bytes, candidate: Owner, log: Callable[[s
         if process.is_alive():
             log(f"waiting up to {ENDING_S:.0f} s for the end of {owned}")
         return not _becomes_true(lambda: not process.is_alive() or file.read() != content, ENDING_S)
-    first, silence_s = file.touched(), FOREIGN_SILENCE_S
+    first = file.touched()
+    silence_s = FOREIGN_SILENCE_S
     if owner is not None and owner.run and owner.run == candidate.run:
         silence_s = ELASTIC_SILENCE_S
     log(f"waiting up to {silence_s:.0f} s for a heartbeat from {owned}")

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import secrets
 import socket
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,12 +17,11 @@ from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import RUN, list_checkpoints
 from megatron_ds.config.checks import shortened
 from megatron_ds.config.problems import Problem
+from megatron_ds.fileio.probe_files import write_probe
 from megatron_ds.fileio.visibility import retry
 
 TOKEN = ".shared-"
 """Prefix of the file by which hosts find out whether they share a folder."""
-ABANDONED_S = 86400.0
-"""Age of such a file whose run was killed."""
 NAMED_HOSTS = 8
 """Hosts that a message names."""
 
@@ -36,7 +34,7 @@ class SharedFolders:
     that does not. Folders named by URLs are not asked about.
 
     Args:
-        folders: Of the run, as this rank knows them.
+        folders: Folders of the run, as this rank knows them.
     """
 
     def __init__(self, folders: RunFolders) -> None:
@@ -48,7 +46,7 @@ class SharedFolders:
         self._created: list[Path] = []
 
     def ask(self) -> dict[str, tuple[str, str]]:
-        """By option field, a file and its digest."""
+        """Returns the name of a file in each folder and its digest, by option field."""
         question = {}
         for field, folder in self._folders.items():
             if field == "load" and folder == self._folders.get("save"):
@@ -61,7 +59,8 @@ class SharedFolders:
         return question
 
     def answer(self, question: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, bool]]:
-        """By option field, the folder of this host and whether it has the file."""
+        """Returns the folder on this host, and whether it has the file of `question`, by option
+        field."""
         views = {}
         for field, (name, digest) in question.items():
             if (folder := self._folders.get(field)) is not None:
@@ -114,10 +113,7 @@ def _choose_token(folder: Path) -> tuple[str, str] | None:
     content = secrets.token_hex(16).encode()
     name = f"{TOKEN}{content[:8].decode()}"
     try:
-        for old in folder.glob(f"{TOKEN}*"):
-            if time.time() - old.stat().st_mtime > ABANDONED_S:
-                old.unlink()
-        (folder / name).write_bytes(content)
+        write_probe(folder / name, TOKEN, content)
     except OSError:
         with suppress(OSError):
             (folder / name).unlink(missing_ok=True)

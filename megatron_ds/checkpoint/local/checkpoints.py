@@ -37,7 +37,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.store.fetch import IsNeeded
 from megatron_ds.checkpoint.store.mirror import is_intact
 from megatron_ds.config import CheckpointConfig
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.launch import environment
 
@@ -170,12 +170,17 @@ class LocalCheckpoints:
         """The checkpoints of --local-checkpoint-dir; None without it. Collective.
 
         Raises:
-            OSError: If a rank cannot write to its folder.
+            UserError: If a rank cannot write to its folder.
         """
         if options.local_checkpoint_dir is None or options.save is None:
             return None
         folder = Path(environment.expand_variables(options.local_checkpoint_dir))
-        nodes = Nodes.sharing(folder, ranks)
+        try:
+            nodes = Nodes.sharing(folder, ranks)
+        except OSError as error:
+            raise user_error(
+                "local-checkpoint-folder-not-writable", folder=folder, error=error
+            ) from None
         if nodes.count == 1:
             warn(Problem("local-copies-on-one-node", folder=folder))
         return cls(folder, ranks, nodes, warn)
@@ -192,9 +197,11 @@ class LocalCheckpoints:
 
     def _remove_others(self, iteration: int) -> None:
         """Removes all but the newest ones up to an iteration; errors are left to the next save."""
-        kept = [path for path in list_checkpoints(self._folder) if iteration_of(path) <= iteration]
+        earlier = [
+            path for path in list_checkpoints(self._folder) if iteration_of(path) <= iteration
+        ]
         for path in list_checkpoints(self._folder):
-            if path not in kept[:KEPT]:
+            if path not in earlier[:KEPT]:
                 with suppress(OSError):
                     local_files.discard(path)
 
@@ -237,7 +244,7 @@ class LocalCheckpoints:
 
         Args:
             name: Its folder.
-            parts: What each rank has verified of it, on some at least.
+            parts: Files that each rank has verified; None for ranks without any, but not for all.
             is_own: Whether it belongs to the run.
             readers: Returns whether a rank loads a file of a checkpoint.
         """
@@ -266,7 +273,9 @@ class LocalCheckpoints:
                 Problem("local-checkpoint-incomplete", name=name, lost=lost[0], count=len(lost))
             )
             return None
-        files, is_needed, transfers = described.files, readers(described.run), list[Transfer]()
+        files = described.files
+        is_needed = readers(described.run)
+        transfers = list[Transfer]()
         # Files that nodes lack and their ranks load.
         for ranks in self._nodes.members:
             copies = [intact[rank] for rank in ranks if rank in intact]

@@ -39,7 +39,7 @@ def exchange(transfers: Sequence[Transfer], folder: Path, ranks: CollectiveIO) -
     Transfers next to each other in the list whose ranks are different happen at the same time.
 
     Args:
-        transfers: What is sent.
+        transfers: Files to send, with their source and target ranks.
         folder: Folder of this rank's files, sent and received.
         ranks: All ranks.
 
@@ -79,7 +79,8 @@ class _Endpoint:
     """A rank's file of a transfer. After its first error it is left alone."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
-        self._path, self._record = path, record
+        self._path = path
+        self._record = record
         self._file: Any = None
         self.error: OSError | None = None
 

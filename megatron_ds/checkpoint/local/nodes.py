@@ -7,18 +7,16 @@ containers with a folder each, and a network file system is one folder for many 
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.fileio.probe_files import write_probe
 
 TOKEN = ".node-"
 """Prefix of the file by which a rank is found."""
-ABANDONED_S = 86400.0
-"""Age of the file of a run that was killed. Another run may start with the same folder now."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Nodes:
     """The ranks in groups that see the same files.
 
     Attributes:
-        first_ranks: By rank, the first rank that sees the same files.
+        first_ranks: The first rank that sees the same files, by rank.
         rank: This rank.
     """
 
@@ -44,11 +42,7 @@ class Nodes:
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in folder.glob(f"{TOKEN}*"):
-                with suppress(FileNotFoundError):
-                    if time.time() - old.stat().st_mtime > ABANDONED_S:
-                        old.unlink()
-            (folder / f"{name}{ranks.rank}").touch()
+            write_probe(folder / f"{name}{ranks.rank}", TOKEN)
 
         def look() -> int:
             return min(int(path.name.removeprefix(name)) for path in folder.glob(f"{name}*"))

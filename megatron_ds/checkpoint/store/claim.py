@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class RunStores:
     lock: RunLock | None = None
     """The lock of --save, on the first rank."""
     ownership: Ownership | None = None
-    """Of --save, on each rank."""
+    """Check that the lock of --save is still held, on each rank."""
 
 
 @contextmanager
@@ -48,7 +49,10 @@ def claimed_stores(
         nodes = Nodes.sharing(location.folder, ranks)
         return StoreFolder(ObjectStore(location.url), ranks, nodes, log)
 
-    save = load = lock = ownership = None
+    save = None
+    load = None
+    lock = None
+    ownership = None
     with ExitStack() as held:
 
         def own(acquire: Callable[[], RunLock]) -> RunLock:
@@ -57,8 +61,9 @@ def claimed_stores(
             return lock
 
         if folders.save is not None and folders.save.url is not None:
-            save, staged = open_folder(folders.save), folders.save.folder
-            store, nodes = save.store, save.nodes
+            save = open_folder(folders.save)
+            staged = folders.save.folder
+            store = save.store
 
             def own_store() -> None:
                 nonlocal lock
@@ -73,17 +78,9 @@ def claimed_stores(
             lease = ranks.run_on_rank0(lambda: None if lock is None else lock.lease)
             assert lease is not None
             ownership = Ownership(StoreLockFile(store), lease)
-
-            def own_staging() -> list[Problem]:
-                problems = list[Problem]()
-                if nodes.is_first:
-                    with collect(problems):
-                        own(lambda: run_lock.acquire(staged, log))
-                        # What was there before this run owned the store may have changed.
-                        staging.mirror(store, staged, everything=False)
-                return problems
-
-            raise_if_any(ranks.run_merged(own_staging, joined))
+            acquire_staging = functools.partial(own, lambda: run_lock.acquire(staged, log))
+            claim = functools.partial(_own_staging, save, staged, acquire_staging)
+            raise_if_any(ranks.run_merged(claim, joined))
         if folders.load is not None and folders.load.url is not None:
             load = save if folders.load == folders.save else open_folder(folders.load)
         if save is not None and ranks.rank == ranks.world_size - 1:
@@ -93,6 +90,17 @@ def claimed_stores(
         finally:
             if ownership is not None and ranks.rank == ranks.world_size - 1:
                 _upload_metrics_of_owner(ownership, store, staged)
+
+
+def _own_staging(save: StoreFolder, staged: Path, acquire: Callable[[], RunLock]) -> list[Problem]:
+    """Owns and fills the staging folder of --save, on the first rank of each node."""
+    problems = list[Problem]()
+    if save.nodes.is_first:
+        with collect(problems):
+            acquire()
+            # What was there before this run owned the store may have changed.
+            staging.mirror(save.store, staged, everything=False)
+    return problems
 
 
 def _upload_metrics_of_owner(ownership: Ownership, store: ObjectStore, staged: Path) -> None:

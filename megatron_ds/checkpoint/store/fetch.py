@@ -61,7 +61,8 @@ class StoreFolder:
                 return damage
             manifest = self._ranks.run_on_rank0(lambda: (path / MANIFEST).read_bytes())
             self._ranks.run_merged(lambda: self._mirror(path, manifest), len)
-            files, is_needed = read_manifest(path), readers()
+            files = read_manifest(path)
+            is_needed = readers()
             return self._fetch(path, files, [name for name in files if self._has(name, is_needed)])
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
@@ -90,7 +91,8 @@ class StoreFolder:
     def _fetch(
         self, path: Path, files: Mapping[str, FileRecord], names: Iterable[str]
     ) -> Problem | None:
-        mine, start = self.nodes.share_of(names), time.monotonic()
+        mine = self.nodes.share_of(names)
+        start = time.monotonic()
         fetched = self._ranks.run_merged(
             lambda: staging.fetch(self.store, path, mine), lambda sizes: sum(sizes)
         )

@@ -12,10 +12,11 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     POINTER_PENDING,
@@ -62,8 +63,8 @@ def mirror(store: ObjectStore, folder: Path, *, everything: bool | None = None) 
     Args:
         store: The store.
         folder: Staging folder.
-        everything: Whether to download all files. None: if the store has no checkpoints of this
-            program, but a model of Hugging Face, for example.
+        everything: Whether to download all files. None: unless the store has checkpoints of this
+            program.
 
     Raises:
         UserError: If the store fails, or the disk does.
@@ -71,11 +72,12 @@ def mirror(store: ObjectStore, folder: Path, *, everything: bool | None = None) 
     try:
         with locked(folder / STAGING_LOCK, WaitPolicy()):
             sizes = store.sizes()
-            names = [match for name in sizes if (match := CHECKPOINT_FOLDER.fullmatch(name))]
-            is_ours = bool(names or sizes.keys() & {*POINTERS})
-            if everything if everything is not None else not is_ours:
+            if everything is None:
+                everything = not has_own_checkpoints(sizes)
+            if everything:
                 _download_all(store, folder, sizes)
                 return
+            names = [match for name in sizes if (match := CHECKPOINT_FOLDER.fullmatch(name))]
             complete = {match[1] for match in names if match[2] == MANIFEST}
             for path in list_checkpoints(folder):
                 if path.name not in complete:
@@ -92,6 +94,16 @@ def mirror(store: ObjectStore, folder: Path, *, everything: bool | None = None) 
                     (folder / pointer).unlink(missing_ok=True)
     except OSError as error:
         raise user_error("store-unusable", url=store.url, error=error) from error
+
+
+def has_own_checkpoints(names: Collection[str]) -> bool:
+    """Whether a store has files that only this program writes: a run's lock, or what describes a
+    checkpoint.
+
+    Pointers and folders global_stepN are no sign: Megatron-LM and DeepSpeed write them, too.
+    """
+    matches = filter(None, map(CHECKPOINT_FOLDER.fullmatch, names))
+    return LOCK in names or any(match[2] in (RUN, MANIFEST) for match in matches)
 
 
 def mirror_checkpoint(store: ObjectStore, path: Path) -> None:

@@ -33,7 +33,7 @@ from megatron_ds.checkpoint.metadata import (
     list_checkpoints,
     read_manifest,
 )
-from megatron_ds.checkpoint.save_steps import SaveSteps, Steps
+from megatron_ds.checkpoint.save_steps import FolderLostError, SaveSteps, Steps
 from megatron_ds.checkpoint.store.fetch import StoreFolder
 from megatron_ds.checkpoint.store.mirror import CHECKPOINT_FOLDER, METRICS
 from megatron_ds.config.problems import Problem
@@ -135,11 +135,14 @@ class StoreSaveSteps(SaveSteps):
         warnings = []
         removed: list[str] = []
         try:
+            self._require_folder()
             write_pointers(self.store, self.target.name)
             for path in self._outdated():
                 self.store.remove(f"{path.name}/{MANIFEST}")  # first: it is incomplete then
                 self._remove(self.store.sizes(path.name))
                 removed.append(path.name)
+        except FolderLostError:
+            raise
         except OSError as error:
             target = f"{self.shown_folder}/{self.target.name}"
             warnings.append(Problem("save-pointers-failed", target=target, error=error))
@@ -192,7 +195,7 @@ def upload_metrics(store: ObjectStore, folder: Path) -> None:
 
 
 def remove_tensors(path: Path) -> None:
-    """Removes what a staged checkpoint has besides its description."""
+    """Deletes a staged checkpoint's data files; run.json and manifest stay."""
     with suppress(OSError, ValueError):
         for name in read_manifest(path):
             if name.endswith(STATES):

@@ -23,6 +23,10 @@ from megatron_ds.engine.states.state_reader import MASTER, Columns, TensorReader
 PARAM = "param"
 
 
+def _read_mapped(path: Path) -> Any:
+    return read_tensors(path, mmap=True)
+
+
 class UniversalStates:
     """The states of one checkpoint; implements `StateReader`.
 
@@ -40,9 +44,11 @@ class UniversalStates:
         path: Path,
         *,
         has_optimizer: bool = True,
-        read: Callable[[Path], Any] = lambda path: read_tensors(path, mmap=True),
+        read: Callable[[Path], Any] = _read_mapped,
     ) -> None:
-        self._path, self._has_optimizer, self._read = path, has_optimizer, read
+        self._path = path
+        self._has_optimizer = has_optimizer
+        self._read = read
         self._entries: dict[tuple[str, str], Mapping[str, Any]] = {}
         self.bytes_read = 0
 

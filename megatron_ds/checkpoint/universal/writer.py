@@ -43,7 +43,7 @@ from megatron_ds.checkpoint.universal.folders import (
     is_universal,
 )
 from megatron_ds.checkpoint.universal.reader import PARAM
-from megatron_ds.config.options.optimizer import EIGHT_BIT
+from megatron_ds.config.options.optimizer_specs import is_bound_to_layout
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.states.resharding import BLOCK
@@ -87,7 +87,7 @@ def convert_checkpoint(checkpoint: Checkpoint, folder: Path, on_tensor: OnTensor
         OSError: If the disk fails.
     """
     run = checkpoint.run
-    if run.layout.optimizer == EIGHT_BIT:
+    if is_bound_to_layout(run.layout.optimizer):
         raise user_error("universal-8-bit-moments", path=checkpoint.path)
     states = SavedStates(checkpoint, has_optimizer=run.has_optimizer)
     content = UniversalContent(

@@ -99,7 +99,8 @@ def _script_text(path: Path) -> str:
 
 def commands_of(reading: Reading, header: list[str], ranks: int | None) -> list[TrainingCommand]:
     """The training commands among the programs that a script starts."""
-    commands, by_name = [], training_flags().by_name
+    commands = []
+    by_name = training_flags().by_name
     # A loop that repeats a command trains the same once more.
     started = {(tuple(words), location): None for words, location in reading.started}
     for words, location in started:

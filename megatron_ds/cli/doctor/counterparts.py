@@ -35,7 +35,8 @@ def with_counterparts(flags: Sequence[str]) -> list[str]:
     position = 0
     while position < len(flags):
         name, equals, value = flags[position].partition("=")
-        key, length = dashed(name), 1
+        key = dashed(name)
+        length = 1
         counterpart: list[str] | None = None
         if name.startswith("--") and key in SWITCHES:
             counterpart = SWITCHES[key]
@@ -56,7 +57,8 @@ def with_counterparts(flags: Sequence[str]) -> list[str]:
 def _computed(
     rule: Callable[[float, Values], list[str] | None], argument: str, values: Values
 ) -> list[str] | None:
-    """The flags for a number; None if it is no number, or a value that the rule needs is absent."""
+    """The flags for a number; None if it is not a number, or a value that the rule needs is
+    absent."""
     try:
         return rule(float(argument), values)
     except (ValueError, KeyError):
@@ -77,7 +79,8 @@ def _without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def _dense_layers(count: float, values: Values) -> list[str] | None:
     """The first layers have no experts; of the rest, every N-th if --moe-layer-freq is N."""
-    layers, frequency = values["num_layers"], str(values.get("moe_layer_freq", "1"))
+    layers = values["num_layers"]
+    frequency = str(values.get("moe_layer_freq", "1"))
     step = int(frequency)
     if step == 1:
         return ["--moe-layer-freq", f"[0]*{count:g}+[1]*{layers - int(count)}"]
@@ -98,19 +101,25 @@ def _window_in_half(tokens: float, values: Values) -> list[str]:
     return [*_window(tokens, values), "--window-attn-skip-freq", "2"]
 
 
+def _logits_multiplier(size: float, values: Values) -> list[str]:
+    return ["--logits-multiplier", text_of(size / values["hidden_size"])]
+
+
+def _softmax_scale(size: float, _: Values) -> list[str]:
+    return ["--softmax-scale", text_of(1 / math.sqrt(size))]
+
+
+def _residual_multiplier(depth: float, values: Values) -> list[str]:
+    return ["--residual-multiplier", text_of(depth / math.sqrt(values["num_layers"]))]
+
+
 VALUED: Mapping[str, Callable[[float, Values], list[str] | None]] = {
-    "dim-model-base": lambda size, values: [
-        "--logits-multiplier",
-        text_of(size / values["hidden_size"]),
-    ],
+    "dim-model-base": _logits_multiplier,
     "first-k-dense-replace": _dense_layers,
     "interleave-sliding-window": _window_in_half,
     "n-shared-experts": _shared_experts,
-    "query-pre-attn-scalar": lambda size, _: ["--softmax-scale", text_of(1 / math.sqrt(size))],
-    "scale-depth": lambda depth, values: [
-        "--residual-multiplier",
-        text_of(depth / math.sqrt(values["num_layers"])),
-    ],
+    "query-pre-attn-scalar": _softmax_scale,
+    "scale-depth": _residual_multiplier,
     "sliding-window": _window,
 }
 """Flags of MindSpeed-LLM with a number, and the flags that have the same meaning."""

@@ -38,9 +38,9 @@ class Diagnosis:
         config: Its settings here.
         checked: The same, with the DeepSpeed file where it can be read.
         world_size: Number of processes.
-        unread: What was not read.
-        differences: What has another meaning, or none.
-        lacking: What has no counterpart, with what to do.
+        unread: Parts of the command that were not read.
+        differences: Settings with another meaning here, or without one.
+        lacking: Settings without a counterpart, with advice.
     """
 
     command: TrainingCommand
@@ -91,13 +91,15 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     command = replace(command, flags=with_counterparts(command.flags))
     config, _ = build_config(command.flags, world_size=1, warn=lambda _: None)
     smallest = math.prod(max(1, size) for size in config.axis_sizes.values())
-    world_size, path = command.world_size or smallest, config.deepspeed.deepspeed_config
+    world_size = command.world_size or smallest
+    path = config.deepspeed.deepspeed_config
     flags, missing = (command.flags, []) if path is None else _with_file(command, path, folder)
     config, problems = build_config(
         flags, world_size=world_size, warn=warnings.append, complete=complete
     )
     config, unclipped = _as_without_keys(config)
-    table, name = training_flags(), path and unmarked(path)
+    table = training_flags()
+    name = path and unmarked(path)
 
     def text(problem: Problem) -> str:
         rendered = unmarked(render(problem, table))
@@ -148,7 +150,8 @@ def _with_file(command: TrainingCommand, path: str, folder: Path) -> tuple[list[
 
 def _as_without_keys(config: Config) -> tuple[Config, list[str]]:
     """The settings that the forks have without some keys of the DeepSpeed file, and why."""
-    file, reasons = config.deepspeed_file, []
+    file = config.deepspeed_file
+    reasons = []
     for row in tables()["deepspeed"]:
         if file is not None and file.get(row["without"]) is None:
             changed = config.with_values({row["field"]: row["value"]})
@@ -159,7 +162,8 @@ def _as_without_keys(config: Config) -> tuple[Config, list[str]]:
 
 def _defaults(config: Config, command: TrainingCommand) -> Iterator[str]:
     """Defaults that differ, of options that have an effect and were not given."""
-    set_fields, needed = config.given | config.origins.keys(), tables()["default_matters_with"]
+    set_fields = config.given | config.origins.keys()
+    needed = tables()["default_matters_with"]
     for row in different_defaults():
         option = training_flags().by_name[row["flag"]].field
         condition = needed.get(row["flag"])

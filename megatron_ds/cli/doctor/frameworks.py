@@ -47,11 +47,11 @@ from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.cli.yaml_size import check_nodes, check_values
 from megatron_ds.config.data_files import read_table
+from megatron_ds.config.parallel_axes import REPLICA_OPTIONS
 from megatron_ds.config.problems import user_error
 
 FILES = (".toml", ".yaml", ".yml", ".json")
 ENVIRONMENT = re.compile(r"\$\{\w+:([^}]*)\}")
-AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "ds_sequence_parallel_size")
 PREPARE: Mapping[str, Callable[[Settings], None]] = {
     "huggingface": huggingface.prepare,
     "nanotron": nanotron.prepare,
@@ -59,7 +59,7 @@ PREPARE: Mapping[str, Callable[[Settings], None]] = {
     "primus": primus.prepare,
     "torchtitan": torchtitan.prepare,
 }
-"""By trainer, what translates keys that a table cannot express."""
+"""Functions that translate the keys that a table cannot express, by trainer."""
 MOST_BASES = 8
 """Files of Primus that are bases of each other; it has three."""
 LONGEST = 60
@@ -72,15 +72,15 @@ class TrainingCommand:
 
     Attributes:
         place: File and line, or what else it is from.
-        launcher: What starts the program, as it is written.
+        launcher: Command that starts the program, as written.
         flags: Arguments of pretrain_gpt.py.
         world_size: Number of processes; None if the command leaves it open.
         reading: The script around it.
         source: Where the names of a configuration file are from.
         model: Folder with the config.json of a Hugging Face model.
         unread: Keys of a configuration file that change nothing here.
-        differences: What differs from the trainer of a configuration file.
-        lacking: What has no counterpart, with what to do.
+        differences: Differences from the trainer of a configuration file.
+        lacking: Settings without a counterpart, with advice.
     """
 
     place: str
@@ -150,7 +150,7 @@ def translate_values(
             _translate_key(table, settings, key)
     if micro > 0:
         sizes = scan(settings.flags, training_flags()).values
-        axes = math.prod(sizes.get(axis, 1) for axis in AXES)
+        axes = math.prod(sizes.get(option, 1) for option in REPLICA_OPTIONS)
         ranks = (world_size or axes) // axes
         batch = total if total > 0 else micro * max(1, steps) * ranks
         settings.add("micro-batch-size", micro)
@@ -271,7 +271,9 @@ def _matching(names: Iterable[str], key: str) -> str | None:
 
 def _translate_key(table: Mapping[str, Any], settings: Settings, key: str) -> None:
     """Translates a key by the section of a table that has its name, or a pattern of it."""
-    value, targets, lacking = settings.values[key], table.get("flags", {}), table.get("lacking", {})
+    value = settings.values[key]
+    targets = table.get("flags", {})
+    lacking = table.get("lacking", {})
     advised = _matching(lacking, key)
     if key in targets:
         _set_flags(settings, key, targets[key], lacking.get(key, ""))
@@ -307,7 +309,8 @@ def _set_flags(settings: Settings, key: str, target: str | Mapping[str, str], ad
 
 def _set_same_flag(settings: Settings, key: str) -> None:
     """Adds the flag of a key's own name, or the advice of this name."""
-    value, flags = settings.values[key], training_flags()
+    value = settings.values[key]
+    flags = training_flags()
     name = dashed(key).rpartition(".")[2]
     same = name if flags.find(name) else flags.same.get(name)
     switches = (f"no-{name}", f"disable-{name}")
@@ -401,7 +404,8 @@ def _with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
     if depth > MOST_BASES:
         reason = f"it has more than {MOST_BASES} bases within each other, or itself as its base"
         raise user_error("doctor-file-unreadable", path=path, reason=reason)
-    values, merged = _load(path), dict[str, Any]()
+    values = _load(path)
+    merged = dict[str, Any]()
     table = trainer_table("primus")
     for key in ("extends", "includes", "bases"):
         names = values.pop(key, None) or ()

@@ -27,9 +27,12 @@ def execute(words: Sequence[str], variables: Mapping[str, str]) -> Reading:
         words: The script and its arguments.
         variables: Its environment, to which only PATH, HOME and the like are added.
     """
-    reading, source, stand_in = Reading(), Path(words[0]).resolve(), tables()["stand_in"]
+    reading = Reading()
+    source = Path(words[0]).resolve()
+    stand_in = tables()["stand_in"]
     with tempfile.TemporaryDirectory() as name:
-        bin_, records, work = folders = [Path(name, part) for part in ("bin", "records", "work")]
+        folders = [Path(name, part) for part in ("bin", "records", "work")]
+        bin_, records, work = folders
         for folder in folders:
             folder.mkdir()
         for program in stand_in["programs"].split():

@@ -13,7 +13,8 @@ from pathlib import Path
 from megatron_ds.cli.doctor.diagnosis import flags_of, joined
 from megatron_ds.cli.doctor.frameworks import tables
 from megatron_ds.config import Config
-from megatron_ds.config.options.deepspeed_file import pop
+from megatron_ds.config.deepspeed_file import pop
+from megatron_ds.config.parallel_axes import AXES
 
 LARGEST_AXIS = 2
 """Ranks of a parallel axis."""
@@ -27,12 +28,17 @@ def shrink(config: Config, world_size: int, folder: Path) -> tuple[list[str], in
         world_size: Its number of processes.
         folder: Where data, checkpoints and the DeepSpeed file are.
     """
-    table, model, moe = tables()["try"], config.model, config.moe
+    table = tables()["try"]
+    model = config.model
+    moe = config.moe
     axes = {name: min(ranks, LARGEST_AXIS) for name, ranks in config.axis_sizes.items()}
-    tp_size, pp_size, sp_size, _ = axes.values()
+    tp_size = axes["tp_size"]
+    pp_size = axes["pp_size"]
     processes = max(min(world_size, 2), math.prod(axes.values()))
-    dp_size = processes // (tp_size * pp_size * sp_size)
-    batch, tokens = 2 * dp_size * pp_size, int(table["always"]["seq-length"])
+    replica = [axes[f"{axis.name}_size"] for axis in AXES if axis.option and axis.adds_processes]
+    dp_size = processes // math.prod(replica)
+    batch = 2 * dp_size * pp_size
+    tokens = int(table["always"]["seq-length"])
     has_all_heads = model.kv_heads == model.num_attention_heads
     sizes: dict[str, object] = {"folder": folder, "dp_size": dp_size, "layers": 2 * pp_size, **axes}
     sizes |= {"batch": batch, "samples": 2 * batch, "increased": 2 * dp_size}

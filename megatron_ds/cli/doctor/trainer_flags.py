@@ -8,9 +8,15 @@ from typing import Any
 from megatron_ds.cli.flags import dashed
 
 MARKS = {
-    *("per-device-train-batch-size", "per-device-eval-batch-size", "model-name-or-path"),
-    *("lr-scheduler-type", "num-train-epochs", "gradient-checkpointing", "report-to"),
-    *("save-strategy", "do-train"),
+    "per-device-train-batch-size",
+    "per-device-eval-batch-size",
+    "model-name-or-path",
+    "lr-scheduler-type",
+    "num-train-epochs",
+    "gradient-checkpointing",
+    "report-to",
+    "save-strategy",
+    "do-train",
 }
 """Flags of TrainingArguments and of its examples that Megatron-LM and its forks have not."""
 FEWEST = 2

@@ -14,8 +14,8 @@ def layer_pattern(text: str) -> list[int]:
     """A value of each layer, from an expression of lists, sums and repetitions: ([1]*3+[0])*4.
 
     Raises:
-        SyntaxError: If it is no expression.
-        TypeError: If its value is no list.
+        SyntaxError: If it is not an expression.
+        TypeError: If its value is not a list.
         ValueError: If it has other operations or values.
     """
 
@@ -35,8 +35,8 @@ def layer_pattern(text: str) -> list[int]:
 
 
 def chosen_layers(pattern: str, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer is one of a pattern: N for every N-th, counted from 1, and 0 for none, or
-    a list as of `layer_pattern` with 1 for these layers.
+    """Whether each layer matches a pattern: N for every N-th layer, counted from 1, 0 for no layer,
+    or a list in the syntax of `layer_pattern` with 1 for matching layers.
 
     Raises:
         ValueError: If it is neither, or has another number of layers.
@@ -54,7 +54,7 @@ def chosen_layers(pattern: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def pattern_of(layers: Sequence[bool]) -> str:
-    """The shortest pattern of some layers, as of `chosen_layers`."""
+    """The shortest pattern for which `chosen_layers` returns `layers`."""
     every = layers.index(True) + 1 if True in layers else 0
     is_regular = chosen_layers(str(every), len(layers)) == tuple(layers)
     return str(every if is_regular else [int(is_chosen) for is_chosen in layers])

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
-from megatron_ds.config.fields import option_field
-from megatron_ds.config.model.attention import AttentionConfig
+from megatron_ds.config.fields import Decides, option_field
+from megatron_ds.config.model.architecture import (
+    NormConfig,
+    PredictionConfig,
+    ResidualConfig,
+    VocabularyConfig,
+)
+from megatron_ds.config.model.attention import AttentionConfig, PositionConfig
 from megatron_ds.config.model.feed_forward import FeedForwardConfig
 from megatron_ds.config.model.layer_pattern import pattern_of
-from megatron_ds.config.model.norm import NormConfig
-from megatron_ds.config.model.position import PositionConfig
-from megatron_ds.config.model.prediction import PredictionConfig
-from megatron_ds.config.model.residual import ResidualConfig
-from megatron_ds.config.model.vocabulary import VocabularyConfig
 from megatron_ds.config.problems import Problem, with_value
 
 
+# Each base is a group of --help. The groups are in reverse order, as the fields of bases are.
 @dataclass(frozen=True)
 class ModelConfig(
     PredictionConfig,
@@ -31,10 +33,21 @@ class ModelConfig(
 ):
     """Architecture of the transformer."""
 
-    hidden_dropout: float = option_field(0.1, minimum=0, below=1)
-    init_method_std: float = option_field(0.02, minimum=0)
-    embedding_init_method_std: float | None = option_field(None, minimum=0)
-    init_method_xavier_uniform: bool = option_field(False)
+    DECIDES = Decides.WEIGHTS
+
+    hidden_dropout: float = option_field(0.1, minimum=0, below=1, decides=Decides.TRAINING)
+    """Dropout probability before each residual addition."""
+    init_method_std: float = option_field(0.02, minimum=0, decides=Decides.INITIAL_VALUES)
+    """Standard deviation of the initial weights; layers that write to the residual stream use it /
+    sqrt(2 x layers)."""
+    embedding_init_method_std: float | None = option_field(
+        None, minimum=0, decides=Decides.INITIAL_VALUES
+    )
+    """Standard deviation of the initial embeddings, of words and of positions (default: as of other
+    weights)."""
+    init_method_xavier_uniform: bool = option_field(False, decides=Decides.INITIAL_VALUES)
+    """Draw initial matrices [out, in] uniformly between the signs of sqrt(6 / (out + in)), those
+    that write to the residual stream, too."""
 
     # The following are defined if neither `field_problems` nor `problems` finds anything.
 
@@ -61,7 +74,9 @@ class ModelConfig(
         sizes = (
             self.hidden_size,
             self.num_attention_heads,
-            *(self.kv_channels, self.num_query_groups, self.ffn_hidden_size),
+            self.kv_channels,
+            self.num_query_groups,
+            self.ffn_hidden_size,
         )
         if all(size is None or size > 0 for size in sizes):
             yield from self._shape_problems()
@@ -73,7 +88,8 @@ class ModelConfig(
         yield from self.position_problems()
 
     def _shape_problems(self) -> Iterator[Problem]:
-        hidden, heads = self.hidden_size, self.num_attention_heads
+        hidden = self.hidden_size
+        heads = self.num_attention_heads
         has_latents = self.multi_latent_attention
         if self.kv_channels is None and hidden % heads and not has_latents:
             yield Problem(

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import file_problems, folder_problems
-from megatron_ds.config.fields import exclusive_problem, no_effect_problem, option_field, when
+from megatron_ds.config.fields import (
+    Decides,
+    InPhase,
+    exclusive_problem,
+    no_effect_problem,
+    option_field,
+    when,
+)
 from megatron_ds.config.problems import Problem, option
 
 SPLIT_DATA_FIELDS = ("data_path", "data_args_path")
@@ -42,59 +49,127 @@ _fim_token = functools.partial(_fim, metavar="TOKEN")
 class DataConfig:
     """Training data and how it is read."""
 
-    data_path: tuple[str, ...] | None = _paths()
-    split: str | None = option_field(None, metavar="A,B,C")
+    DECIDES = Decides.SAMPLES
+
+    data_path: tuple[str, ...] | None = _paths(common=True, in_phase=InPhase.REPLACED)
+    """Prefix of a .bin/.idx pair, several prefixes (weighted by their size), or WEIGHT PREFIX
+    WEIGHT PREFIX ...; a prefix may be a URL such as s3://BUCKET/PREFIX."""
+    split: str | None = option_field(None, metavar="A,B,C", common=True)
+    """Proportions of --data-path used for training, validation and test (default: 969,30,1)."""
     split_rounding: str = option_field(
         "megatron-deepspeed", choices=("megatron-deepspeed", "megatron-core")
     )
+    """Rule that rounds --split to documents: that of the Megatron-DeepSpeed forks and older
+    Megatron-LM, or that of Megatron Core."""
     blend_order: str = option_field("fair", choices=("fair", "megatron", "megatron-deepspeed"))
-    train_data_path: tuple[str, ...] | None = _paths()
+    """Order of the samples of a blend: fair keeps every file within one sample of its weight;
+    megatron is Megatron Core's order, and megatron-deepspeed that of the Megatron-DeepSpeed forks
+    and older Megatron-LM."""
+    train_data_path: tuple[str, ...] | None = _paths(in_phase=InPhase.REPLACED)
+    """Training data, as --data-path."""
     valid_data_path: tuple[str, ...] | None = _paths()
+    """Validation data, as --data-path."""
     test_data_path: tuple[str, ...] | None = _paths()
-    data_args_path: str | None = _file()
-    per_split_data_args_path: str | None = _file()
-    train_weighted_split_paths: tuple[str, ...] | None = _groups()
+    """Test data, as --data-path."""
+    data_args_path: str | None = _file(in_phase=InPhase.REPLACED)
+    """File with the values of --data-path, separated by whitespace."""
+    per_split_data_args_path: str | None = _file(in_phase=InPhase.REPLACED)
+    """JSON file with the keys train, valid and test: the values of --train-, --valid- and
+    --test-data-path."""
+    train_weighted_split_paths: tuple[str, ...] | None = _groups(in_phase=InPhase.REPLACED)
+    """Training data as one group "NAME: WEIGHT START:END PREFIX, ..."; START:END is a range of
+    documents as fractions of the file, such as 0:0.95."""
     valid_weighted_split_paths: tuple[str, ...] | None = _groups()
+    """Validation data as groups of the same form; each group is evaluated and logged under its
+    name."""
     test_weighted_split_paths: tuple[str, ...] | None = _groups()
-    train_weighted_split_paths_path: str | None = _file()
+    """Test data as groups of the same form."""
+    train_weighted_split_paths_path: str | None = _file(in_phase=InPhase.REPLACED)
+    """File with the values of --train-weighted-split-paths, each group in quotes."""
     valid_weighted_split_paths_path: str | None = _file()
+    """File with the values of --valid-weighted-split-paths, each group in quotes."""
     test_weighted_split_paths_path: str | None = _file()
+    """File with the values of --test-weighted-split-paths, each group in quotes."""
     dataloader_type: str = option_field("single", choices=("single", "cyclic"))
+    """Order of the samples: single shuffles the documents of all epochs and the samples; cyclic
+    repeats the samples of the first epoch, shuffled in each epoch."""
     train_data_exact_num_epochs: int | None = option_field(None, minimum=1)
-    fim_data: bool = option_field(False)
-    fim_rate: float | None = _fim(None, minimum=0, maximum=1)
-    fim_spm_rate: float = option_field(0.5, minimum=0, maximum=1, only_with=when(fim_data=True))
-    fim_split_sample: str | None = _fim_token(None)
-    fim_fragment_rate: float | None = _fim(None, minimum=0, maximum=1)
-    fim_no_prefix: str | None = _fim(None, metavar="TEXT")
-    fim_prefix_token: str = _fim_token("<fim_prefix>")
-    fim_suffix_token: str = _fim_token("<fim_suffix>")
-    fim_middle_token: str = _fim_token("<fim_middle>")
-    fim_pad_token: str = _fim_token("<fim_pad>")
-    fim_eod_token: str | None = _fim_token(None)
-    exclude_documents: str | None = _file()
-    mock_data: bool = option_field(False)
-    data_cache_path: str | None = option_field(None, metavar="FOLDER")
-    object_storage_cache_path: str | None = option_field(None, metavar="FOLDER")
-    object_storage_cache_gb: float | None = option_field(None, above=0, metavar="GB")
-    num_workers: int = option_field(2, minimum=0)
-    mmap_warmup: bool = option_field(False)
-    reset_position_ids: bool = option_field(
-        False, only_with=when(position_embedding_type=("learned_absolute", "rope", "yarn"))
+    """Train on so many epochs of the data, from which the length of the run follows."""
+    fim_data: bool = option_field(False, decides=Decides.CONTENT)
+    """Fill in the middle: move the middle of documents behind their prefix and suffix."""
+    fim_rate: float | None = _fim(None, minimum=0, maximum=1, decides=Decides.CONTENT)
+    """Probability that a document is transformed (default: 0.5)."""
+    fim_spm_rate: float = option_field(
+        0.5, minimum=0, maximum=1, only_with=when(fim_data=True), decides=Decides.CONTENT
     )
-    reset_attention_mask: bool = option_field(False)
+    """Probability that a transformed document begins with its suffix."""
+    fim_split_sample: str | None = _fim_token(None, decides=Decides.CONTENT)
+    """Token between the fragments of a document, such as the files of a repository, which are
+    transformed separately."""
+    fim_fragment_rate: float | None = _fim(None, minimum=0, maximum=1, decides=Decides.CONTENT)
+    """Probability that a fragment of a document is transformed."""
+    fim_no_prefix: str | None = _fim(None, metavar="TEXT", decides=Decides.CONTENT)
+    """Documents and fragments that begin with this text are not transformed."""
+    fim_prefix_token: str = _fim_token("<fim_prefix>", decides=Decides.CONTENT)
+    """Token before the prefix."""
+    fim_suffix_token: str = _fim_token("<fim_suffix>", decides=Decides.CONTENT)
+    """Token before the suffix."""
+    fim_middle_token: str = _fim_token("<fim_middle>", decides=Decides.CONTENT)
+    """Token before the middle."""
+    fim_pad_token: str = _fim_token("<fim_pad>", decides=Decides.CONTENT)
+    """Token after a sample that has become shorter."""
+    fim_eod_token: str | None = _fim_token(None, decides=Decides.CONTENT)
+    """Token that ends documents (default: that of the tokenizer)."""
+    exclude_documents: str | None = _file()
+    """File with documents that are left out of the training data from the start or the resume on:
+    FILE:NUMBER or FILE:FIRST-LAST on each line, as tools/data_usage.py names them."""
+    mock_data: bool = option_field(False)
+    """Train on random tokens instead of token files; the tokenizer gives their range."""
+    data_cache_path: str | None = option_field(None, metavar="FOLDER", decides=Decides.LAYOUT)
+    """Folder of the index cache (default: index-cache next to the data, or in --save if the data's
+    folder is read-only)."""
+    object_storage_cache_path: str | None = option_field(
+        None, metavar="FOLDER", decides=Decides.LAYOUT
+    )
+    """Folder of each node for the parts that were read of token files whose prefix is a URL;
+    environment variables in it are expanded (default: below the folder for temporary files)."""
+    object_storage_cache_gb: float | None = option_field(
+        None, above=0, metavar="GB", decides=Decides.LAYOUT
+    )
+    """Size that this folder may have, in 10^9 bytes (default: 50, or half of the disk's free space
+    if that is less)."""
+    num_workers: int = option_field(2, minimum=0, decides=Decides.LAYOUT)
+    """Number of data loader processes; 0 loads in the training process."""
+    mmap_warmup: bool = option_field(False, decides=Decides.LAYOUT)
+    """Read the token files at startup to warm up the page cache."""
+    reset_position_ids: bool = option_field(
+        False,
+        only_with=when(position_embedding_type=("learned_absolute", "rope", "yarn")),
+        decides=Decides.CONTENT,
+    )
+    """Reset position ids after each end-of-document token."""
+    reset_attention_mask: bool = option_field(False, decides=Decides.CONTENT)
+    """Restrict attention to tokens of the same document."""
     document_boundaries: str = option_field(
         "eod",
         choices=("eod", "idx"),
         only_with=when(reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True),
+        decides=Decides.CONTENT,
     )
-    eod_mask_loss: bool = option_field(False)
+    """What ends a document for these flags: an end-of-document token, or the .idx file."""
+    eod_mask_loss: bool = option_field(False, decides=Decides.CONTENT)
+    """Mask the loss at end-of-document tokens of the input."""
 
     @property
-    def marks_ends(self) -> bool:
-        """Whether the last token of each document is marked in the samples."""
-        masks = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
-        return self.document_boundaries == "idx" and masks
+    def boundary_fields(self) -> tuple[str, ...]:
+        """The options in effect for which the ends of documents matter."""
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        return tuple(name for name in names if getattr(self, name))
+
+    @property
+    def needs_eod(self) -> bool:
+        """Whether end-of-document tokens are looked for."""
+        return bool(self.boundary_fields) and self.document_boundaries == "eod"
 
     @property
     def is_cyclic(self) -> bool:
@@ -128,7 +203,8 @@ class DataConfig:
             if len(names) > 1:
                 yield exclusive_problem(*names)
         named = [*shared, *listed, *separate]
-        if self.marks_ends and (has_own_data or self.mock_data or self.fim_data):
+        is_transformed = has_own_data or self.mock_data or self.fim_data
+        if self.boundary_fields and not self.needs_eod and is_transformed:
             yield Problem("boundaries-without-files", "document_boundaries")
         if has_own_data:
             others = [name for name in ("mock_data", *OF_FILES) if getattr(self, name)]

@@ -1,17 +1,23 @@
-"""Options of model parallelism."""
+"""Options of parallelism and of activation checkpointing."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
-from megatron_ds.config.fields import ABOVE_ONE, option_field, when
+from megatron_ds.config.fields import ABOVE_ONE, Decides, in_effect, option_field, when
+from megatron_ds.config.parallel_axes import REPLICA_OPTIONS, SEQUENCE_AXES, ParallelAxis
 from megatron_ds.config.problems import Problem, counted, with_value
 
 DUALPIPEV = "dualpipev"
+P2P = "p2p"
+ALL_GATHER = "all_gather"
+ALL_TO_ALL = "a2a"
+HIERARCHICAL = "a2a+p2p"
+SHARES_SEQUENCES = when(context_parallel_size=ABOVE_ONE)
 BY_TYPE = "type:"
 """Beginning of a partition method that counts layers of some kinds."""
 
@@ -30,27 +36,60 @@ LAYER_KINDS = {
 class ParallelConfig:
     """Model parallelism. The data-parallel size follows from the number of processes."""
 
-    tensor_model_parallel_size: int = option_field(1, aliases=("model-parallel-size",), minimum=1)
-    pipeline_model_parallel_size: int = option_field(1, minimum=1)
+    DECIDES = Decides.LAYOUT
+
+    tensor_model_parallel_size: int = option_field(
+        1, aliases=("model-parallel-size",), minimum=1, common=True
+    )
+    """Degree of tensor parallelism."""
+    pipeline_model_parallel_size: int = option_field(1, minimum=1, common=True)
+    """Number of pipeline stages, at most one per transformer layer."""
     pp_partition_method: str = option_field(
         "type:transformer", metavar="METHOD", only_with=when(pipeline_model_parallel_size=ABOVE_ONE)
     )
+    """What pipeline stages have about the same number of: parameters, uniform (layers of any kind),
+    type:REGEX (layers of matching kinds: EmbeddingPipe, ParallelTransformerLayerPipe, NormPipe,
+    LMHeadPipe); or the transformer layers of each stage, such as 5,6,5."""
     pipeline_schedule: str = option_field(
         "1f1b", choices=("1f1b", DUALPIPEV), only_with=when(pipeline_model_parallel_size=ABOVE_ONE)
     )
+    """Order of a step's passes: 1f1b with one stage on each pipeline rank, or dualpipev with two,
+    which idles less and needs at least two micro-batches per rank in every step."""
     sequence_parallel: bool = option_field(
         False, only_with=when(tensor_model_parallel_size=ABOVE_ONE)
     )
-    ds_sequence_parallel_size: int = option_field(1, aliases=("context-parallel-size",), minimum=1)
-    cp_comm_type: str = option_field(
-        "a2a",
-        choices=("a2a",),
-        synonyms={"p2p": "a2a", "all_gather": "a2a", "allgather": "a2a", "a2a+p2p": "a2a"},
+    """Shard norms, dropout and residuals along the sequence over the tensor-parallel ranks."""
+    context_parallel_size: int = option_field(1, minimum=1, common=True)
+    """Degree of context parallelism: ranks that share every sequence, for any number of heads. Each
+    has two chunks of it, so that all multiply as much."""
+    cp_comm_type: tuple[str, ...] = option_field(
+        (P2P,),
+        nargs="*",
+        choices=(P2P, ALL_GATHER, ALL_TO_ALL, HIERARCHICAL),
+        synonyms={"allgather": "all_gather"},
+        metavar="KIND",
+        only_with=SHARES_SEQUENCES,
     )
+    """How context-parallel ranks exchange what attention needs, one value or one per layer: p2p
+    passes keys and values around a ring, all_gather collects them, a2a exchanges slices for heads,
+    as --ds-sequence-parallel-size, and a2a+p2p does so in groups between which keys and values are
+    passed around."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = option_field(
+        None, nargs="*", metavar="SIZE", minimum=1, only_with=SHARES_SEQUENCES
+    )
+    """Sizes of a2a+p2p: of the groups that exchange slices for heads, and their number; the product
+    is --context-parallel-size."""
+    ds_sequence_parallel_size: int = option_field(1, minimum=1)
+    """Degree of DeepSpeed-Ulysses sequence parallelism: ranks that share every sequence, and inside
+    attention the heads. With --context-parallel-size, each of its ranks is such a group."""
     expert_model_parallel_size: int = option_field(
         1, aliases=("moe-expert-parallel-size",), minimum=1
     )
+    """Degree of expert parallelism: the experts are distributed over this many data-parallel ranks,
+    with --expert-tensor-parallel-size 1 over data- and tensor-parallel ranks."""
     expert_tensor_parallel_size: int | None = option_field(None, minimum=1)
+    """Degree of tensor parallelism of the experts: --tensor-model-parallel-size (the default), by
+    which their width is sharded, or 1, with which tensor-parallel ranks have different experts."""
 
     @property
     def has_whole_experts(self) -> bool:
@@ -63,24 +102,55 @@ class ParallelConfig:
         size = self.expert_model_parallel_size
         return size // self.tensor_model_parallel_size if self.has_whole_experts else size
 
+    def size_of(self, axis: ParallelAxis) -> int:
+        """The size in effect of an axis with an option."""
+        size: int = getattr(self, axis.size or axis.option)
+        return size
+
+    @property
+    def _exchanging_ranks(self) -> tuple[int, int]:
+        """How many of the context-parallel ranks exchange slices for heads, and the number of such
+        groups."""
+        size = self.context_parallel_size
+        kinds = set(self.cp_comm_type)
+        sizes = self.hierarchical_context_parallel_sizes
+        if size > 1 and kinds == {ALL_TO_ALL}:
+            return size, 1
+        if size > 1 and kinds == {HIERARCHICAL} and sizes is not None and len(sizes) == 2:
+            return sizes[0], sizes[1]
+        return 1, size
+
+    @property
+    def ulysses_size(self) -> int:
+        """Ranks with slices of the same sequences that share the heads inside attention."""
+        return self.ds_sequence_parallel_size * self._exchanging_ranks[0]
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks, or groups of `ulysses_size` ranks, with chunks of the same sequences."""
+        return self._exchanging_ranks[1]
+
+    @property
+    def ring_exchanges(self) -> tuple[str, ...]:
+        """Kinds of exchange of the `cp_size` ranks, p2p or all_gather: one, or one per layer."""
+        return tuple(P2P if name == HIERARCHICAL else name for name in self.cp_comm_type)
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that have slices of the same sequences."""
+        return math.prod(getattr(self, axis.option) for axis in SEQUENCE_AXES)
+
     def data_parallel_size(self, world_size: int) -> int:
         """Number of ranks with different samples; 0 if the number of processes does not fit."""
-        sizes = (
-            self.tensor_model_parallel_size,
-            self.pipeline_model_parallel_size,
-            self.ds_sequence_parallel_size,
-        )
+        sizes = [getattr(self, option) for option in REPLICA_OPTIONS]
         product = math.prod(sizes)
         return world_size // product if min(sizes) > 0 and world_size % product == 0 else 0
 
     def describe_data_parallel_size(self, world_size: int) -> str:
         """Describes the computation of the data-parallel size, for messages."""
-        terms = [counted(world_size, "process"), with_value(self, "tensor_model_parallel_size")]
-        terms += [
-            with_value(self, name)
-            for name in ("pipeline_model_parallel_size", "ds_sequence_parallel_size")
-            if getattr(self, name) != 1
-        ]
+        first, *others = REPLICA_OPTIONS
+        terms = [counted(world_size, "process"), with_value(self, first)]
+        terms += [with_value(self, name) for name in others if getattr(self, name) != 1]
         return f"{' / '.join(terms)} = {self.data_parallel_size(world_size)}"
 
     @property
@@ -124,8 +194,9 @@ class ParallelConfig:
             num_layers: Transformer layers of the model.
             has_experts: Whether the model is a mixture of experts.
         """
-        tp, sp = self.tensor_model_parallel_size, self.ds_sequence_parallel_size
+        tp = self.tensor_model_parallel_size
         pp = self.pipeline_model_parallel_size
+        yield from self._context_problems(num_layers)
         if tp > 0 and world_size % tp:
             yield Problem(
                 "world-size-not-divisible",
@@ -134,9 +205,10 @@ class ParallelConfig:
                 valid=list_numbers(divisors(world_size)),
                 nearest_multiples=nearest_multiples(world_size, tp),
             )
-        elif min(tp, sp) > 0:
+        elif min(tp, *(getattr(self, axis.option) for axis in SEQUENCE_AXES)) > 0:
             yield from self._replica_problems(world_size)
-        ep_size, dp_size = self.expert_model_parallel_size, self.data_parallel_size(world_size)
+        ep_size = self.expert_model_parallel_size
+        dp_size = self.data_parallel_size(world_size)
         ranks = self.expert_data_ranks
         if self.expert_tensor_parallel_size not in (None, 1, tp):
             yield Problem("expert-tensor-parallel-size-differs", settings=self)
@@ -160,13 +232,20 @@ class ParallelConfig:
 
     def _replica_problems(self, world_size: int) -> Iterator[Problem]:
         """Problems of the sizes that multiply the tensor-parallel one, which divides the ranks."""
-        tp, sp = self.tensor_model_parallel_size, self.ds_sequence_parallel_size
-        pp, ranks = self.pipeline_model_parallel_size, tp * sp
+        tp = self.tensor_model_parallel_size
+        pp = self.pipeline_model_parallel_size
+        ranks = tp * self.sequence_ranks
         if world_size % ranks:
             stages = pp if pp > 0 and world_size % (tp * pp) == 0 else 1
+            options = (axis.option for axis in SEQUENCE_AXES)
+            names = [name for name in options if getattr(self, name) > 1]
             yield Problem(
                 "world-size-not-divisible-by-sequence-parallel-size",
-                settings=self,
+                *names,
+                "tensor_model_parallel_size",
+                sizes=" x ".join(
+                    with_value(self, name) for name in ("tensor_model_parallel_size", *names)
+                ),
                 count_processes=counted(world_size, "process"),
                 product=ranks,
                 valid=list_numbers(divisors(world_size // (tp * stages))),
@@ -181,6 +260,21 @@ class ParallelConfig:
                 valid=list_numbers(divisors(world_size // ranks)),
                 nearest_multiples=nearest_multiples(world_size, ranks * pp),
             )
+
+    def _context_problems(self, num_layers: int) -> Iterator[Problem]:
+        """Problems of --cp-comm-type."""
+        size = self.context_parallel_size
+        kinds = self.cp_comm_type
+        sizes = self.hierarchical_context_parallel_sizes
+        if size <= 1:
+            return
+        if len(kinds) not in (1, num_layers):
+            yield Problem("context-parallel-kinds-per-layer", settings=self, num_layers=num_layers)
+        for exchange in (ALL_TO_ALL, HIERARCHICAL):
+            if exchange in kinds and set(kinds) != {exchange}:
+                yield Problem("context-parallel-kinds-mixed", settings=self, exchange=exchange)
+        if HIERARCHICAL in kinds and (sizes is None or len(sizes) != 2 or math.prod(sizes) != size):
+            yield Problem("hierarchical-sizes-misfit", settings=self)
 
     def _partition_problems(self, num_layers: int) -> Iterator[Problem]:
         """Problems of --pp-partition-method."""
@@ -199,3 +293,65 @@ class ParallelConfig:
             yield Problem("pp-partition-method", settings=self)
         elif pattern is not None and not any(map(pattern.search, kinds)):
             yield Problem("pp-partition-type", settings=self, kinds=", ".join(kinds))
+
+
+def kind_of_layer(kinds: Sequence[str], layer: int) -> str:
+    """The kind of exchange of a layer, of one for all or one per transformer layer.
+
+    Layers of multi-token prediction have the last layer's.
+    """
+    return kinds[min(layer, len(kinds) - 1)]
+
+
+FULL = when(recompute_granularity="full")
+PARTITIONED = (FULL, when(partition_activations=True))
+BY_DEEPSPEED = (FULL, when(deepspeed_activation_checkpointing=True, partition_activations=True))
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activation checkpointing: recompute activations in the backward pass to save memory."""
+
+    DECIDES = Decides.LAYOUT
+
+    recompute_granularity: str | None = option_field(
+        None, choices=("full", "selective"), common=True
+    )
+    """full: recompute entire layers; selective: recompute the attention core only."""
+    checkpoint_num_layers: int = option_field(
+        1,
+        aliases=("recompute-num-layers", "activations-checkpoint-num-layers"),
+        minimum=1,
+        only_with=FULL,
+    )
+    """Number of layers between stored activations."""
+    deepspeed_activation_checkpointing: bool = option_field(False, only_with=FULL)
+    """Use DeepSpeed's activation checkpointing."""
+    partition_activations: bool = option_field(
+        False,
+        aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
+        only_with=FULL,
+    )
+    """Partition stored activations across tensor-parallel ranks, by DeepSpeed."""
+    checkpoint_in_cpu: bool = option_field(False, only_with=PARTITIONED)
+    """Offload partitioned activations to host memory."""
+    contiguous_checkpointing: bool = option_field(
+        False, aliases=("contigious-checkpointing",), only_with=PARTITIONED
+    )
+    """Keep partitioned activations in one contiguous buffer."""
+    synchronize_each_layer: bool = option_field(False, only_with=BY_DEEPSPEED)
+    """Synchronize the device at each checkpointed layer."""
+    profile_backward: bool = option_field(False, only_with=BY_DEEPSPEED)
+    """Time the recomputation in the backward pass."""
+
+    tiled_mlp: bool = option_field(False)
+    """Compute the MLP in slices of the sequence, of which the backward pass recomputes one at a
+    time, for long sequences."""
+
+    @property
+    def is_by_deepspeed(self) -> bool:
+        return all(condition.holds(self) for condition in BY_DEEPSPEED)
+
+    def problems(self, num_layers: int) -> Iterator[Problem]:
+        if 0 < num_layers < in_effect(self).checkpoint_num_layers:
+            yield Problem("recompute-layers-exceed-model", settings=self, num_layers=num_layers)

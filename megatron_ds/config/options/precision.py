@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import Condition, exclusive_problem, option_field, when
+from megatron_ds.config.fields import Condition, Decides, exclusive_problem, option_field, when
 from megatron_ds.config.problems import Problem
 
 FP16 = when(fp16=True)
@@ -20,19 +20,36 @@ class PrecisionConfig:
     """Mixed precision. fp16 keeps fp32 master weights; so does bf16, unless configured
     otherwise."""
 
-    fp16: bool = option_field(False)
-    bf16: bool = option_field(False)
+    DECIDES = Decides.TRAINING
+
+    fp16: bool = option_field(False, common=True, decides=Decides.FUNCTION)
+    """Train in fp16 with loss scaling."""
+    bf16: bool = option_field(False, common=True, decides=Decides.FUNCTION)
+    """Train in bf16."""
     bf16_master_weights: bool = option_field(False, only_with=when(bf16=True))
+    """Keep master weights and optimizer states in bf16, which rounds small updates away
+    (bf16_master_weights_and_grads, bf16_optimizer_states)."""
     loss_scale: float | None = option_field(None, above=0, zero_is_off=True, only_with=FP16)
+    """Static loss scale of fp16 (default: dynamic loss scaling)."""
     initial_loss_scale: float = _of_dynamic_scale(2.0**16, above=0)
+    """Initial dynamic loss scale."""
     min_loss_scale: float = _of_dynamic_scale(1.0, minimum=1)
+    """Minimum dynamic loss scale."""
     loss_scale_window: int = _of_dynamic_scale(1000, minimum=1)
+    """Number of consecutive steps without overflow before the loss scale is doubled; one more at
+    the start and after an overflow, as in DeepSpeed."""
     hysteresis: int = _of_dynamic_scale(2, minimum=1)
-    max_consecutive_skipped_steps: int = option_field(50, minimum=0)
+    """Number of overflows before the loss scale is halved."""
+    max_consecutive_skipped_steps: int = option_field(50, minimum=0, decides=Decides.OPERATION)
+    """Exit (status 3) after this many consecutive steps with non-finite gradients, or one at the
+    minimum loss scale; 0 disables."""
     accumulate_allreduce_grads_in_fp32: bool = option_field(
         True, only_with=when(bf16=True, fp16=True)
     )
-    allow_fp16_on_cpu: bool = option_field(False, only_with=FP16)
+    """`--no-accumulate-allreduce-grads-in-fp32`: accumulate gradients in bf16 or fp16 instead of
+    fp32."""
+    allow_fp16_on_cpu: bool = option_field(False, only_with=FP16, decides=Decides.OPERATION)
+    """Allow fp16 on a CPU, where it is slow."""
 
     @property
     def name(self) -> str:

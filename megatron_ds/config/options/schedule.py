@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -15,6 +15,8 @@ from megatron_ds.config.fields import (
     ANY_VALUE,
     NON_ZERO,
     UNSET_INT,
+    Decides,
+    InPhase,
     exclusive_problem,
     in_effect,
     option_field,
@@ -34,8 +36,13 @@ SCHEDULE_LENGTHS = {
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 DECAY_STYLES = (
-    *("linear", "cosine", "inverse-square-root", "WSD"),
-    *("minus_sqrt", "power", "deepspeed-cosine"),
+    "linear",
+    "cosine",
+    "inverse-square-root",
+    "WSD",
+    "minus_sqrt",
+    "power",
+    "deepspeed-cosine",
 )
 ENDLESS_STYLES = ("constant", "piecewise")
 """Styles on which the length of the decay has no effect."""
@@ -54,46 +61,115 @@ _length = functools.partial(option_field, None, minimum=1)
 class ScheduleConfig:
     """Batch size, run length and learning rate schedule."""
 
+    DECIDES = Decides.SCHEDULE
+
     micro_batch_size: int = option_field(
-        UNSET_INT, aliases=("batch-size",), required=True, minimum=1
+        UNSET_INT,
+        aliases=("batch-size",),
+        required=True,
+        minimum=1,
+        common=True,
+        decides=Decides.TRAINING,
+        in_phase=InPhase.REPLACED,
     )
-    global_batch_size: int | None = option_field(None, minimum=1)
-    rampup_batch_size: tuple[int, int, int] | None = option_field(None, nargs=3, metavar="N")
+    """Batch size of one forward pass of one data-parallel rank, in samples."""
+    global_batch_size: int | None = option_field(
+        None, minimum=1, common=True, decides=Decides.TRAINING, in_phase=InPhase.REPLACED
+    )
+    """Samples per optimizer step (default: micro-batch size x data-parallel size)."""
+    rampup_batch_size: tuple[int, int, int] | None = option_field(
+        None, nargs=3, metavar="N", decides=Decides.TRAINING, in_phase=InPhase.COUNTED
+    )
+    """START INCREMENT SAMPLES: increase the global batch size linearly from START, by INCREMENT
+    each time, to --global-batch-size over SAMPLES samples."""
     step_batch_size_schedule: tuple[str, ...] | None = option_field(
-        None, nargs="*", metavar="TOKENS:BATCH"
+        None, nargs="*", metavar="TOKENS:BATCH", decides=Decides.TRAINING, in_phase=InPhase.COUNTED
     )
-    curriculum_seqlen: tuple[int, int, int] | None = option_field(None, nargs=3, metavar="N")
+    """0:BATCH TOKENS:BATCH ...: global batch size from each number of consumed tokens; the suffixes
+    K, M, B and T are 1e3, 1e6, 1e9 and 1e12."""
+    curriculum_seqlen: tuple[int, int, int] | None = option_field(
+        None, nargs=3, metavar="N", decides=Decides.TRAINING, in_phase=InPhase.COUNTED
+    )
+    """START END STEPS: increase the sequence length linearly from START to END tokens over STEPS
+    iterations; samples are truncated to it, and the rest is not trained on."""
     curriculum_seqlen_step: int = option_field(
-        8, minimum=1, only_with=when(curriculum_seqlen=ANY_VALUE)
+        8,
+        minimum=1,
+        only_with=when(curriculum_seqlen=ANY_VALUE),
+        decides=Decides.TRAINING,
+        in_phase=InPhase.REPLACED,
     )
+    """The sequence length is a multiple of this value (DeepSpeed's difficulty_step)."""
     skip_train_iteration_range: tuple[str, ...] | None = option_field(
-        None, aliases=("iterations-to-skip",), nargs="*", metavar="START-END"
+        None,
+        aliases=("iterations-to-skip",),
+        nargs="*",
+        metavar="START-END",
+        decides=Decides.TRAINING,
     )
-    stages: tuple[str, ...] = option_field((), nargs="*", metavar="STAGE")
-    train_iters: int | None = _length(zero_is_off=True)
-    train_samples: int | None = _length(zero_is_off=True)
-    train_tokens: int | None = _length()
-    lr_decay_style: str = option_field("linear", choices=(*ENDLESS_STYLES, *DECAY_STYLES))
+    """Iterations START to END, both included, whose samples are not trained on."""
+    stages: tuple[str, ...] = option_field((), nargs="*", metavar="STAGE", decides=Decides.SAMPLES)
+    """Stages of the run in order, each as '{name: NAME, train-tokens: N, ...}' with flags that
+    replace those of the run (docs/training/stages.md)."""
+    train_iters: int | None = _length(zero_is_off=True, common=True, in_phase=InPhase.COUNTED)
+    """Run length in iterations."""
+    train_samples: int | None = _length(zero_is_off=True, in_phase=InPhase.COUNTED)
+    """Run length in samples."""
+    train_tokens: int | None = _length(in_phase=InPhase.COUNTED)
+    """Run length in tokens: the run ends with the step that reaches it, or earlier with
+    --train-iters or --train-samples."""
+    lr_decay_style: str = option_field(
+        "linear", choices=(*ENDLESS_STYLES, *DECAY_STYLES), common=True, in_phase=InPhase.REPLACED
+    )
+    """Learning rate schedule after warmup; deepspeed-cosine is one step ahead of cosine."""
     lr_decay_power: float = option_field(0.5, above=0, only_with=POWER)
+    """Exponent P of --lr x (warmup / position)^P."""
     lr_decay_points: tuple[str, ...] | None = option_field(
         None, nargs="*", metavar="POSITION:FACTOR", only_with=PIECEWISE
     )
-    lr_decay_iters: int | None = _length()
-    lr_decay_samples: int | None = _length()
-    lr_decay_tokens: int | None = _length()
-    lr_warmup_iters: int = option_field(0, minimum=0)
-    lr_warmup_samples: int = option_field(0, minimum=0)
-    lr_warmup_tokens: int | None = option_field(None, minimum=0)
-    lr_warmup_fraction: float | None = option_field(None, minimum=0, maximum=1)
-    lr_warmup_init: float = option_field(0.0, minimum=0, only_with=WARMUP)
-    lr_warmup_style: str = option_field("linear", choices=("linear", "log"), only_with=WARMUP)
-    min_lr: float = option_field(0.0, minimum=0, only_with=when(lr_decay_style=DECAY_STYLES))
-    lr_wsd_decay_style: str = option_field(
-        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), only_with=WSD
+    """POSITION:FACTOR ...: factors of --lr, linear between the positions, which are in the unit of
+    the run length (or of --lr-decay-samples, -tokens); suffixes K, M, B and T."""
+    lr_decay_iters: int | None = _length(in_phase=InPhase.COUNTED)
+    """Number of iterations to decay the learning rate over (default: --train-iters)."""
+    lr_decay_samples: int | None = _length(in_phase=InPhase.COUNTED)
+    """Number of samples to decay the learning rate over (default: --train-samples)."""
+    lr_decay_tokens: int | None = _length(in_phase=InPhase.COUNTED)
+    """Number of tokens to decay the learning rate over (default: --train-tokens)."""
+    lr_warmup_iters: int = option_field(0, minimum=0, common=True, in_phase=InPhase.COUNTED)
+    """Linear warmup in iterations."""
+    lr_warmup_samples: int = option_field(0, minimum=0, in_phase=InPhase.COUNTED)
+    """Linear warmup in samples."""
+    lr_warmup_tokens: int | None = option_field(None, minimum=0, in_phase=InPhase.COUNTED)
+    """Linear warmup in tokens."""
+    lr_warmup_fraction: float | None = option_field(
+        None, minimum=0, maximum=1, in_phase=InPhase.COUNTED
     )
-    lr_wsd_decay_iters: int | None = _length(only_with=WSD)
-    lr_wsd_decay_samples: int | None = _length(only_with=WSD)
-    lr_wsd_decay_tokens: int | None = _length(only_with=WSD)
+    """Linear warmup as a fraction of the decay."""
+    lr_warmup_init: float = option_field(
+        0.0, minimum=0, only_with=WARMUP, in_phase=InPhase.REPLACED
+    )
+    """Learning rate at the start of warmup."""
+    lr_warmup_style: str = option_field(
+        "linear", choices=("linear", "log"), only_with=WARMUP, in_phase=InPhase.REPLACED
+    )
+    """Course of the warmup; log is DeepSpeed's: log(step) / log(steps of the warmup)."""
+    min_lr: float = option_field(
+        0.0, minimum=0, only_with=when(lr_decay_style=DECAY_STYLES), in_phase=InPhase.REPLACED
+    )
+    """Minimum learning rate after warmup."""
+    lr_wsd_decay_style: str = option_field(
+        "exponential",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        only_with=WSD,
+        in_phase=InPhase.REPLACED,
+    )
+    """Decay style of the annealing phase of WSD."""
+    lr_wsd_decay_iters: int | None = _length(only_with=WSD, in_phase=InPhase.COUNTED)
+    """Annealing phase of WSD in iterations."""
+    lr_wsd_decay_samples: int | None = _length(only_with=WSD, in_phase=InPhase.COUNTED)
+    """Annealing phase of WSD in samples."""
+    lr_wsd_decay_tokens: int | None = _length(only_with=WSD, in_phase=InPhase.COUNTED)
+    """Annealing phase of WSD in tokens."""
 
     @property
     def batch_size_steps(self) -> tuple[tuple[int, int], ...]:
@@ -114,7 +190,8 @@ class ScheduleConfig:
         joined: list[tuple[int, int]] = []
         for first, last in sorted(span for span in parsed if span is not None):
             if joined and first <= joined[-1][1] + 1:
-                first, last = joined[-1][0], max(last, joined.pop()[1])
+                first = joined[-1][0]
+                last = max(last, joined.pop()[1])
             joined.append((first, last))
         return tuple(joined)
 
@@ -171,9 +248,7 @@ class ScheduleConfig:
             yield from self._batch_size_step_problems()
         if self.curriculum_seqlen is not None:
             yield from _curriculum_problems(self, *self.curriculum_seqlen)
-        ranges = self.skip_train_iteration_range or ()
-        malformed = (entry for entry in ranges if parse_iteration_range(entry) is None)
-        yield from (Problem("malformed-iteration-range", entry=entry) for entry in malformed)
+        yield from _iteration_range_problems(self.skip_train_iteration_range or ())
         dp_size = parallel.data_parallel_size(world_size)
         if self.micro_batch_size > 0 and dp_size > 0:
             unit = self.micro_batch_size * dp_size
@@ -195,11 +270,14 @@ class ScheduleConfig:
 
     def _unit_problems(self) -> Iterator[Problem]:
         """Check that each length has one unit: tokens, or the unit of the run length."""
-        wrong, right, changing = None, "samples", None
+        wrong = None
+        right = "samples"
+        changing = None
         if self.train_iters is not None and self.train_samples is None:
-            wrong, right = "samples", "iters"
+            wrong = "samples"
+            right = "iters"
         elif self.train_samples is not None and self.train_iters is None:
-            wrong, right = "iters", "samples"
+            wrong = "iters"
         if self.train_iters is None:  # otherwise a changing batch size is its own problem
             schedules = ("rampup_batch_size", "step_batch_size_schedule")
             changing = next((name for name in schedules if getattr(self, name) is not None), None)
@@ -223,7 +301,8 @@ class ScheduleConfig:
             yield from _rate_point_problems(_entries(self.lr_decay_points) or [""])
 
     def _batch_size_step_problems(self) -> Iterator[Problem]:
-        name, entries = "step_batch_size_schedule", self.batch_size_entries
+        name = "step_batch_size_schedule"
+        entries = self.batch_size_entries
         text = f"{option(name)} {' '.join(entries)}".rstrip()
         if self.rampup_batch_size is not None:
             yield exclusive_problem("rampup_batch_size", name, reason="both set the batch size")
@@ -242,7 +321,8 @@ class ScheduleConfig:
                     "batch-size-steps-not-ascending", given=text, entry=entry, previous=previous
                 )
         if self.global_batch_size not in (None, steps[-1][1]):
-            names, final = ("global_batch_size", name), steps[-1][1]
+            names = ("global_batch_size", name)
+            final = steps[-1][1]
             yield Problem(
                 "final-batch-size-differs", *names, settings=self, final=final, given=text
             )
@@ -250,18 +330,20 @@ class ScheduleConfig:
     def _sizes_not_divisible_by(
         self, unit: int, start_samples: int
     ) -> Iterator[tuple[str, int, str]]:
-        """Batch sizes that are no multiple, as (field, size, description)."""
+        """Batch sizes that are not a multiple of `unit`, as (field, size, description)."""
         for tokens, size in self.batch_size_steps:
             if size % unit:
                 name = "step_batch_size_schedule"
                 yield name, size, f"{option(name)}: batch size {size} from {tokens:,} tokens"
         if self.batch_size_steps:
             return
-        name, final = "global_batch_size", self.global_batch_size
+        name = "global_batch_size"
+        final = self.global_batch_size
         total = unit if final is None else final
         if total > 0 and total % unit:
             yield name, total, with_value(self, name)
-        name, ramp = "rampup_batch_size", self.rampup_batch_size or (unit, unit, 0)
+        name = "rampup_batch_size"
+        ramp = self.rampup_batch_size or (unit, unit, 0)
         start, increment, samples = ramp
         if start <= 0 or increment <= 0:
             return
@@ -276,6 +358,11 @@ class ScheduleConfig:
                 )
                 yield name, size, f"{with_value(self, name)}: batch size {size} ({shown})"
                 return
+
+
+def _iteration_range_problems(entries: Sequence[str]) -> Iterator[Problem]:
+    malformed = (entry for entry in entries if parse_iteration_range(entry) is None)
+    yield from (Problem("malformed-iteration-range", entry=entry) for entry in malformed)
 
 
 def _rate_point_problems(entries: list[str]) -> Iterator[Problem]:
@@ -301,7 +388,8 @@ def _folded_pipeline_problems(
     smallest = min(
         steps or [options.global_batch_size or unit, *(options.rampup_batch_size or ())[:1]]
     )
-    count, least = smallest // unit, unit * parallel.num_stages
+    count = smallest // unit
+    least = unit * parallel.num_stages
     if count < parallel.num_stages:
         yield Problem(
             "dualpipev-micro-batches", settings=parallel, size=smallest, count=count, least=least
@@ -311,7 +399,8 @@ def _folded_pipeline_problems(
 def _counted_in_iterations(options: ScheduleConfig, name: str, *instead: str) -> Iterator[Problem]:
     """The problem of a batch size schedule if the run length is in iterations."""
     if options.train_iters is not None:
-        fields, flags = (name, "train_iters"), " and ".join(map(option, instead))
+        fields = (name, "train_iters")
+        flags = " and ".join(map(option, instead))
         yield Problem(
             "batch-size-schedule-with-iterations", *fields, settings=options, instead=flags
         )
@@ -352,7 +441,8 @@ def parse_iteration_range(entry: str) -> tuple[int, int] | None:
     match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", entry)
     if match is None:
         return None
-    first, last = int(match[1]), int(match[2] or match[1])
+    first = int(match[1])
+    last = int(match[2] or match[1])
     return (first, last) if 1 <= first <= last else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import file_problems
-from megatron_ds.config.fields import Condition, option_field, when
+from megatron_ds.config.fields import Condition, Decides, option_field, when
 from megatron_ds.config.problems import Problem
 
 TOKENIZERS: dict[str, tuple[str, ...]] = {
@@ -37,28 +37,47 @@ TIKTOKEN = when(tokenizer_type="TikTokenizer")
 class TokenizerConfig:
     """Tokenizer and its files."""
 
+    DECIDES = Decides.TOKENS
+
     tokenizer_type: str = option_field(
         "GPT2BPETokenizer",
         choices=tuple(TOKENIZERS),
         synonyms={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
+        common=True,
     )
-    vocab_file: str | None = option_field(None, metavar="FILE", only_with=_types_with("vocab_file"))
-    merge_file: str | None = option_field(None, metavar="FILE", only_with=_types_with("merge_file"))
+    """Type of tokenizer."""
+    vocab_file: str | None = option_field(
+        None, metavar="FILE", only_with=_types_with("vocab_file"), common=True
+    )
+    """vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...."""
+    merge_file: str | None = option_field(
+        None, metavar="FILE", only_with=_types_with("merge_file"), common=True
+    )
+    """merges.txt of GPT2BPETokenizer."""
     tokenizer_model: str | None = option_field(
         None,
         aliases=("tokenizer-name-or-path",),
         metavar="PATH",
         only_with=_types_with("tokenizer_model"),
+        common=True,
     )
+    """Folder, tokenizer.json or name on the Hugging Face Hub of HFTokenizer; model file of the
+    SentencePiece tokenizers and TikTokenizer."""
     trust_remote_code: bool = option_field(False, only_with=when(tokenizer_type="HFTokenizer"))
+    """Run Python code from the folder of HFTokenizer; only for sources you trust."""
     vocab_extra_ids: int = option_field(
         0, minimum=0, only_with=when(tokenizer_type=(*WORDPIECE, "SentencePieceTokenizer"))
     )
+    """Number of sentinel tokens <extra_id_N> added to BertWordPiece... and
+    SentencePieceTokenizer."""
     tiktoken_pattern: str | None = option_field(None, choices=("v1", "v2"), only_with=TIKTOKEN)
+    """pre-tokenization pattern of TikTokenizer."""
     tiktoken_num_special_tokens: int = option_field(1000, only_with=TIKTOKEN)
+    """Number of special token ids of TikTokenizer."""
     tiktoken_special_tokens: tuple[str, ...] | None = option_field(
         None, nargs="*", aliases=("tokenizer-special-tokens",), only_with=TIKTOKEN
     )
+    """Names of the first special tokens; must include <unk>, <s> and </s> (default: these)."""
 
     def problems(self, vocab_size: int | None) -> Iterator[Problem]:
         """Check that the tokenizer has the files and the vocabulary size that it requires.

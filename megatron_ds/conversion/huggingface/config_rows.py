@@ -21,8 +21,10 @@ REQUIRED = object()
 Fields = dict[str, Any]
 """Values by field of `ModelConfig` or `MoEConfig`."""
 EXPERT_FIELDS = {item.name for item in dataclasses.fields(MoEConfig)}
-FULL, WINDOWED = "full_attention", "sliding_attention"
-"""Types of layers."""
+FULL = "full_attention"
+"""Type of a layer that attends to all earlier tokens."""
+WINDOWED = "sliding_attention"
+"""Type of a layer with a window."""
 OLDER_TYPES = {"attention": FULL}
 FIELD_DEFAULTS = {
     item.name: item.default for cls in (ModelConfig, MoEConfig) for item in dataclasses.fields(cls)
@@ -44,7 +46,7 @@ class ConfigValues:
         """The value of the first of several keys that is present.
 
         Raises:
-            UserError: If none is, and there is no default.
+            UserError: If no key is present and no default is given.
         """
         self.used.update(keys.split())
         for key in keys.split():
@@ -64,8 +66,9 @@ class ConfigValues:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is None or (is_number and math.isfinite(value) and cls(value) == value):
             return value if value is None else cls(value)
-        key, wanted = keys.split()[0], "an integer" if cls is int else "a number"
-        raise self.unusable(key, value, wanted)
+        key = keys.split()[0]
+        expected = "an integer" if cls is int else "a number"
+        raise self.unusable(key, value, expected)
 
     def inner(self, values: Mapping[str, Any]) -> ConfigValues:
         """The values of an object in the file."""
@@ -85,7 +88,7 @@ class Row:
 
     read: Callable[[ConfigValues], Fields]
     write: Callable[[Any], dict[str, Any]]
-    """Of the options that have the fields."""
+    """Returns the keys for the options group that has the fields."""
     is_of_experts: bool = False
     """Whether these are a `MoEConfig`, not a `ModelConfig`."""
 
@@ -125,7 +128,7 @@ def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) ->
 
     Args:
         key: The key.
-        part: What the key selects, for the message about other values.
+        part: Feature that the key selects, for the message about other values.
         default: Value of an absent key.
         meanings: Fields by value. Of several values with the same fields the first is written.
     """

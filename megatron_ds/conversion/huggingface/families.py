@@ -90,7 +90,8 @@ def _read_window(config: ConfigValues, default: int | None = 4096) -> dict[str, 
 
 def _read_windows(config: ConfigValues) -> dict[str, Any]:
     """A window in the layers that `layer_types` names or, without it, from a layer on."""
-    is_used, types = config.get("use_sliding_window", False), config.get("layer_types", None)
+    is_used = config.get("use_sliding_window", False)
+    types = config.get("layer_types", None)
     if is_used is not False and is_used is not True:
         config.lack("another kind of window", "use_sliding_window", is_used)
     layers = config.number("num_hidden_layers", int)
@@ -103,7 +104,7 @@ def _read_windows(config: ConfigValues) -> dict[str, Any]:
 
 
 def _pattern_of(types: Sequence[str], config: ConfigValues) -> str:
-    """Which layers have a window."""
+    """Pattern of the layers whose attention has a window, such as `[0, 1]`."""
     if not {*types} <= {WINDOWED, FULL}:
         config.lack("other kinds of attention", "layer_types", list(types))
     return str([int(name == WINDOWED) for name in types])
@@ -203,7 +204,8 @@ def _read_shared(
 
 
 def _write_shared(moe: MoEConfig) -> dict[str, Any]:
-    shared, width = moe.moe_shared_expert_intermediate_size, moe.moe_ffn_hidden_size
+    shared = moe.moe_shared_expert_intermediate_size
+    width = moe.moe_ffn_hidden_size
     layers = filter(moe.has_experts, itertools.count())
     return {
         "n_shared_experts": (shared or 0) // (width or 1),
@@ -308,7 +310,7 @@ SPECIAL_ROWS = {
     ),
     "smollm3": (BIASES, ROPE_LAYERS, Row(_read_full_attention, lambda model: {})),
 }
-"""Rows by `model_type`, besides those of families.toml."""
+"""Rows by `model_type`, in addition to families.toml."""
 
 
 def _take_rows(entry: dict[str, Any], layers: LayerTypes | None) -> Iterator[Row]:
@@ -354,4 +356,4 @@ def _families() -> Iterator[tuple[str, Family]]:
 
 
 FAMILIES = dict(_families())
-"""By `model_type`, in the order in which an export tries them."""
+"""Families by `model_type`, in the order in which an export tries them."""

@@ -45,11 +45,11 @@ def read_settings(path: Path, lacking: list[str] | None = None) -> DescribedMode
 
     Args:
         path: The folder.
-        lacking: Receives the parts that ours lacks, of families with Llama's keys, too.
+        lacking: Receives the features that this package lacks, also for families with Llama's keys.
 
     Raises:
-        UserError: If config.json is damaged, or the model has parts that ours lacks, and there is
-            no `lacking`.
+        UserError: If config.json is damaged, or if the model has features that this package lacks
+            and `lacking` is None.
     """
     if not (path / HF_CONFIG).is_file():
         raise user_error("hf-folder-without-config", path=path)
@@ -89,7 +89,8 @@ def read_settings(path: Path, lacking: list[str] | None = None) -> DescribedMode
     )
     if not unknown:
         return DescribedModel(family, settings)
-    keys, architecture = ", ".join(unknown), family.architecture
+    keys = ", ".join(unknown)
+    architecture = family.architecture
     note = Problem("hf-keys-unused", path=path / HF_CONFIG, keys=keys, architecture=architecture)
     return DescribedModel(family, settings, (note,))
 
@@ -99,7 +100,7 @@ def settings_of(family: Family, config: ConfigValues) -> ModelSettings:
 
     Args:
         family: Family of the model.
-        config: The values as of `standard_values`.
+        config: The values that `standard_values` returns.
     """
     fields: dict[str, Any] = {}
     for row in family.rows:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.files.local_files import write_files
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
-from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.config.problems import Problem, UserError, ignore, user_error
 from megatron_ds.conversion.finite_tensors import finite
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
@@ -54,7 +54,8 @@ from megatron_ds.conversion.weights_locations import HF_CONFIG
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 TRANSPOSED_ROWS = 64
 """Rows that are transposed at once."""
 COPIES = ("shared_head.head.weight", "embed_tokens.weight")
@@ -74,13 +75,15 @@ def open_hf(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoin
 
 def _open(path: Path) -> SourceCheckpoint:
     described = read_settings(path)
-    family, settings = described.family, described.settings
+    family = described.family
+    settings = described.settings
     opened = _open_tensors(path).items()
     theirs = {name.removeprefix(family.prefix): tensor for name, tensor in opened}
     has_prefix = any(name.startswith(family.prefix) for name, _ in opened)
     publication = Publication.of_folder(path, settings, has_prefix=has_prefix)
     settings = dataclasses.replace(settings, published=publication.asdict())
-    model, tables = settings.model, _tables(family)
+    model = settings.model
+    tables = _tables(family)
     first = f"{family.layer.format(model.num_layers)}."
     if model.mtp_num_layers and not any(name.startswith(first) for name in theirs):
         settings = settings.without_predictions()  # transformers does not save them
@@ -109,7 +112,7 @@ def write_hf(
     source: SourceCheckpoint,
     folder: Path,
     options: WriteOptions = WRITE_DEFAULTS,
-    on_tensor: OnTensor = lambda name, size: None,
+    on_tensor: OnTensor = ignore,
 ) -> None:
     """Writes a folder for `from_pretrained`, complete, or not at all.
 
@@ -201,7 +204,7 @@ class _Part:
     """Query groups, queries of each, size of a head, where they interleave them."""
     is_transposed: bool = False
     experts: int = 0
-    """Experts that are stacked in our tensor; 0: it is no such one."""
+    """Number of experts that are stacked in our tensor; 0 for a tensor without experts."""
 
     def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
         """Its shape, of our tensor's."""
@@ -261,7 +264,8 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
     parts: dict[str, list[_Part]] = {}
     for name, weight in declared_weights(model, settings.moe).items():
         module, _, suffix = name.rpartition(".")
-        layer, inner = None, module
+        layer = None
+        inner = module
         if module.startswith(("layers.", "predictions.")):
             start, index, inner = module.split(".", 2)
             layer = int(index) + model.num_layers * (start == "predictions")
@@ -271,7 +275,8 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
         else:
             theirs = family.names[module] if layer is None else family.inner[inner]
             names = [f"{path}{stem}.{suffix}" for stem in theirs.split()]
-        spec, first = weight.shard, int(weight.is_stacked)
+        spec = weight.shard
+        first = int(weight.is_stacked)
         is_cut = spec is not None and spec.dim == first
         sections = spec.sections if spec and is_cut else weight.shape[first : first + 1]
         if weight.is_stacked and "{}" not in names[0]:
@@ -311,7 +316,8 @@ def _joined(parts: Sequence[_Part], tensors: Sequence[TensorReader]) -> TensorRe
         tensor.shape[::-1] if part.is_transposed else tensor.shape
         for part, tensor in zip(parts, tensors, strict=True)
     ]
-    shape, experts = (sum(dims[0] for dims in shapes), *shapes[0][1:]), parts[0].experts
+    shape = (sum(dims[0] for dims in shapes), *shapes[0][1:])
+    experts = parts[0].experts
     if experts:
         shape = (experts, shape[0] // experts, *shape[1:])
     # The smallest type that has the values of all.
@@ -427,7 +433,8 @@ def _remove_copy(tensors: dict[str, TensorReader], head: str, table: str, path: 
 
 def _canonical(settings: ModelSettings) -> ModelSettings:
     """The settings with one of several spellings of the same model."""
-    fixed, model = {**settings.fixed}, settings.model
+    fixed = {**settings.fixed}
+    model = settings.model
     if model.activation == "openai-gelu":
         fixed |= {"activation": "gelu", "gelu_approximation": "tanh"}
     bases = model.rotary_bases
@@ -447,9 +454,12 @@ def _differences(family: Family, values: Mapping[str, Any], settings: ModelSetti
         return str(error)
     if config.lacking:
         return "; ".join(config.lacking)
-    theirs, wanted = resolved(read), resolved(settings)
-    different = sorted(name for name in {*theirs, *wanted} if theirs.get(name) != wanted.get(name))
-    return ", ".join(f"{name} {wanted.get(name)}" for name in different)
+    theirs = resolved(read)
+    expected = resolved(settings)
+    different = sorted(
+        name for name in {*theirs, *expected} if theirs.get(name) != expected.get(name)
+    )
+    return ", ".join(f"{name} {expected.get(name)}" for name in different)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

@@ -14,7 +14,8 @@ from typing import Any
 
 from megatron_ds.conversion.huggingface.config_rows import FULL, WINDOWED
 
-PARAMETERS, SCALING = "rope_parameters", "rope_scaling"
+PARAMETERS = "rope_parameters"
+SCALING = "rope_scaling"
 ORIGINAL = "original_max_position_embeddings"
 FRACTION = "partial_rotary_factor"
 PLAIN = {"rope_type": "default"}

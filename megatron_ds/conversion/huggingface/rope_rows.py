@@ -214,10 +214,8 @@ def latent_scale(keys: RopeKeys) -> Row:
 
     def read(config: ConfigValues) -> Fields:
         parameters = config.inner(keys.parameters(config.values))
-        rope_type, exponent = (
-            parameters.get("rope_type"),
-            parameters.number("mscale_all_dim", float, None),
-        )
+        rope_type = parameters.get("rope_type")
+        exponent = parameters.number("mscale_all_dim", float, None)
         if rope_type == "default" or not exponent:
             return {}
         has_options = (

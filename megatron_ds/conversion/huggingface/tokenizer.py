@@ -26,15 +26,23 @@ from megatron_ds.tokenizer.stored_files import read_files
 
 OF_THE_MODEL = ("config.json", "generation_config.json")
 """Files next to a tokenizer's that an export writes itself."""
-JSON, SETTINGS = "tokenizer.json", SIDE_FILES[0]
+JSON = "tokenizer.json"
+SETTINGS = SIDE_FILES[0]
 PLAIN_CLASS = PLAIN_CLASSES[0]
 """Class that versions 4 and 5 of `transformers` know, unlike TokenizersBackend."""
 CLASS_OF_FAMILY = {"qwen2": "Qwen2Tokenizer"}
 """Families for which `transformers` 5 takes its own class whatever tokenizer_config.json names."""
 KEPT_SETTINGS = (
-    *("added_tokens_decoder", "additional_special_tokens", "chat_template", "extra_special_tokens"),
-    *("clean_up_tokenization_spaces", "model_input_names", "model_max_length", "padding_side"),
-    *("spaces_between_special_tokens", "truncation_side"),
+    "added_tokens_decoder",
+    "additional_special_tokens",
+    "chat_template",
+    "extra_special_tokens",
+    "clean_up_tokenization_spaces",
+    "model_input_names",
+    "model_max_length",
+    "padding_side",
+    "spaces_between_special_tokens",
+    "truncation_side",
 )
 """Keys that another class reads in the same way, apart from the names of special tokens."""
 BPE_FILES = ("vocab.json", "merges.txt")
@@ -42,7 +50,7 @@ BPE_FILES = ("vocab.json", "merges.txt")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What an export writes for its tokenizer."""
+    """Tokenizer files and special ids that an export writes."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Contents by name; empty if there is no tokenizer."""
@@ -159,7 +167,8 @@ def first_token(data: Mapping[str, Any]) -> int | None:
             if not Path(f"{prefix}.idx").is_file():
                 return None
             file = files.open(prefix)
-            starts, ends = file.document_index[:-1], file.document_index[1:]
+            starts = file.document_index[:-1]
+            ends = file.document_index[1:]
             sequences = starts[ends > starts][:CHECKED_DOCUMENTS]
             first |= {int(file.get(int(at))[0]) for at in sequences if file.lengths[at] > 0}
     except (UserError, OSError):

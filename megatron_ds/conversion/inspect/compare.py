@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ds.config.problems import ignore
 from megatron_ds.conversion.inspect.open import WEIGHT, CheckpointSummary
 from megatron_ds.engine.states.state_reader import TensorReader
 
@@ -63,7 +64,7 @@ class Comparison:
 
 
 def compare(
-    first: CheckpointSummary, second: CheckpointSummary, on_tensor: OnTensor = lambda size: None
+    first: CheckpointSummary, second: CheckpointSummary, on_tensor: OnTensor = ignore
 ) -> Comparison:
     """Compares weights, and the states of the optimizer if both checkpoints have some.
 
@@ -77,7 +78,8 @@ def compare(
     differences: list[TensorDifference] = []
     missing: tuple[list[str], list[str]] = ([], [])
     for key in compared:
-        ours, theirs = first.tensors.get(key, {}), second.tensors.get(key, {})
+        ours = first.tensors.get(key, {})
+        theirs = second.tensors.get(key, {})
         missing[0].extend(f"{key} {name}" for name in ours if name not in theirs)
         missing[1].extend(f"{key} {name}" for name in theirs if name not in ours)
         common = [name for name in ours if name in theirs]
@@ -100,7 +102,9 @@ def _difference(
     key: str, name: str, first: TensorReader, second: TensorReader, on_tensor: OnTensor
 ) -> TensorDifference | None:
     """Difference of two tensors; None if they are equal, their type included."""
-    num_different, max_abs, max_rel = first.numel, None, None
+    num_different = first.numel
+    max_abs = None
+    max_rel = None
     if first.shape == second.shape:
         num_different, max_abs, max_rel = _largest_differences(first.read(), second.read())
     on_tensor(first.nbytes + second.nbytes)
@@ -114,12 +118,15 @@ def _difference(
 
 def _largest_differences(first: Tensor, second: Tensor) -> tuple[int, float, float]:
     """Number of different elements, largest absolute and largest relative difference."""
-    count, largest, scale = 0, 0.0, 0.0
+    count = 0
+    largest = 0.0
+    scale = 0.0
     if first.dtype == second.dtype and torch.equal(first, second):
         return count, largest, 0.0
     blocks = [tensor.detach().flatten().split(BLOCK) for tensor in (first, second)]
     for one, other in zip(*blocks, strict=True):
-        left, right = one.double(), other.double()
+        left = one.double()
+        right = other.double()
         scale = max(scale, _largest(left), _largest(right))
         different = (left != right) & ~(left.isnan() & right.isnan())
         if differing := int(different.sum()):

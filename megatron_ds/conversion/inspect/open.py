@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import GROUPS
+from megatron_ds.config.problems import ignore
 from megatron_ds.conversion.inspect.verify import files_of
 from megatron_ds.conversion.registry import AUTO, Warn, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
@@ -39,7 +40,7 @@ class SourcePosition:
     name: str
     samples: int
     weight: float | None
-    """In the current blend; None if the source has left it."""
+    """Weight in the current blend; None if the source has left it."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,14 @@ class CheckpointSummary:
     """The folder of the checkpoint itself, not a --save folder around it."""
     format: str
     tensors: Mapping[str, TensorReaders]
-    """By kind: full tensors by canonical name, without padding of the vocabulary."""
+    """Full tensors by canonical name, without padding of the vocabulary, for each kind of
+    tensor."""
     settings: Mapping[str, Mapping[str, Any]]
     """Values by group; of a training run those that are not the default."""
     progress: Mapping[str, Any] = field(default_factory=dict)
     """Counters of the run; empty for weights alone."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    """States of the optimizer that are no tensors: steps, loss scale."""
+    """States of the optimizer that are not tensors: steps, loss scale."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     data: tuple[SourcePosition, ...] = ()
     shards: Mapping[str, str] = field(default_factory=dict)
@@ -72,9 +74,7 @@ class CheckpointSummary:
         return sum(tensor.numel for tensor in self.tensors[WEIGHT].values())
 
 
-def open_checkpoint(
-    path: Path, name: str = AUTO, warn: Warn = lambda text: None
-) -> CheckpointSummary:
+def open_checkpoint(path: Path, name: str = AUTO, warn: Warn = ignore) -> CheckpointSummary:
     """Opens the checkpoint in a folder, or the one that its pointers name.
 
     Names and sizes of files are checked, but no checksums.
@@ -166,7 +166,8 @@ def _positions(history: BlendHistory) -> tuple[SourcePosition, ...]:
 
 def _shards_of(checkpoint: Checkpoint, source: SourceCheckpoint) -> dict[str, str]:
     """Number and shape of the shards of each sharded weight."""
-    layout, run = checkpoint.run.layout, checkpoint.run
+    layout = checkpoint.run.layout
+    run = checkpoint.run
     shards = {}
     for name, tensor in source.tensors.items():
         words = []
@@ -175,7 +176,8 @@ def _shards_of(checkpoint: Checkpoint, source: SourceCheckpoint) -> dict[str, st
             shape[0] //= layout.expert_model_parallel_size
             words.append(f"expert parallel {layout.expert_model_parallel_size}")
         if name in run.shards and layout.tensor_model_parallel_size > 1:
-            dim, sections = run.shards[name].dim, run.shards[name].sections
+            dim = run.shards[name].dim
+            sections = run.shards[name].sections
             # The stored table has the padding of the vocabulary.
             shape[dim] = sum(sections) // layout.tensor_model_parallel_size
             words.append(f"tensor parallel {layout.tensor_model_parallel_size}")

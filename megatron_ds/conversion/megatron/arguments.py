@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.data_files import read_table
+from megatron_ds.config.model.attention import ROTARY
 from megatron_ds.config.model.layer_pattern import pattern_of
-from megatron_ds.config.model.position import ROTARY
 from megatron_ds.config.options.tokenizer import TOKENIZERS
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.huggingface.config_rows import (
@@ -28,7 +28,7 @@ from megatron_ds.conversion.huggingface.config_rows import (
 from megatron_ds.conversion.megatron.names import QkvOrder, RowOrders
 from megatron_ds.conversion.model_settings import ModelSettings, resolved
 from megatron_ds.conversion.safe_unpickle import StandIn
-from megatron_ds.model.spec.architecture import DENSE
+from megatron_ds.model.declaration.architecture import DENSE
 
 GATED = ("swiglu", "geglu", "quick-geglu", "reglu", "liglu")
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -62,7 +62,8 @@ def _read_parts(args: ConfigValues) -> Fields:
 def _read_experts(args: ConfigValues) -> Fields:
     """Experts of Megatron-LM; the files of the forks have others."""
     values = args.values
-    experts, layers = values.get("num_experts"), values.get("moe_layer_freq") or 1
+    experts = values.get("num_experts")
+    layers = values.get("moe_layer_freq") or 1
     if experts == 1 or (isinstance(experts, list | tuple) and max(experts, default=1) > 1):
         args.lacking.append(f"experts (num_experts {experts})")
     if not isinstance(experts, int):
@@ -169,9 +170,11 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write_positions(model: ModelConfig) -> dict[str, Any]:
-    position_type, rope_type = model.position_embedding_type, None
+    position_type = model.position_embedding_type
+    rope_type = None
     if model.multi_latent_attention:
-        position_type, rope_type = "rope", position_type
+        rope_type = position_type
+        position_type = "rope"
     return {
         "rope_type": rope_type,
         "position_embedding_type": position_type if model.is_rotary else "learned_absolute",
@@ -320,7 +323,8 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
         return {}
     values = {**state["args"], **settings}
     positions = TABLES["positions"]
-    position_type, norm = values.get("pos_emb", "learned"), values.get("norm", "layernorm")
+    position_type = values.get("pos_emb", "learned")
+    norm = values.get("norm", "layernorm")
     activation = values.get("activation", "gelu")
     lacking = {
         f"positions {position_type}": position_type not in positions,

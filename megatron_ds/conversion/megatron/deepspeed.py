@@ -25,7 +25,7 @@ from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 States = dict[str, dict[str, list[TensorReader]]]
-"""By kind and name of the weight: one tensor for each tensor-parallel rank."""
+"""One tensor per tensor-parallel rank, by kind of state and by the weight's name."""
 
 
 def read_states(
@@ -84,7 +84,7 @@ def zero3_states(
     """Opens the flat tensors of ZeRO 3.
 
     Args:
-        files: What each data-parallel rank has of the optimizer.
+        files: Optimizer states of each data-parallel rank.
 
     Returns:
         The flat tensors of each rank by kind, master weights always; the number of steps; why the
@@ -121,11 +121,13 @@ def zero3_parameters(
         full = torch.cat([flat[index][offset : offset + size] for flat in flats])
         return full[: shape.numel()].view(shape)
 
-    index = offset = 0  # the flat tensor and the place in it, the same on every rank
+    index = 0  # of the flat tensor
+    offset = 0  # in the flat tensor, the same on every rank
     for name, shape in (item for group in shapes for item in group.items()):
         size = -(-shape.numel() // num_ranks)
         while offset + size > flats[0][index].numel():
-            index, offset = index + 1, 0
+            index += 1
+            offset = 0
         read_one = partial(read, index, offset, size, shape)
         yield name, TensorReader.full(tuple(shape), torch.float32, read_one)
         offset += size

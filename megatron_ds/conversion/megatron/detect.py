@@ -13,10 +13,13 @@ from megatron_ds.checkpoint.universal.folders import (
     list_universal,
     universal_iteration,
 )
+from megatron_ds.conversion.weights_locations import is_trainer_checkpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER = "latest"
-LEGACY, TORCH_DIST, DEEPSPEED = "megatron", "torch_dist", "megatron-deepspeed"
+LEGACY = "megatron"
+TORCH_DIST = "torch_dist"
+DEEPSPEED = "megatron-deepspeed"
 UNIVERSAL = "universal"
 
 
@@ -51,6 +54,8 @@ def detect_megatron(
     Returns:
         None if the folder has none of these formats.
     """
+    if is_trainer_checkpoint(folder):
+        return None
     names = [_pointer(folder / DEEPSPEED_TRACKER), _pointer(folder / TRACKER)]
     if step is not None:
         names = [str(step)]

@@ -119,7 +119,8 @@ def locate_by_value(
     offsets: BufferOffsets = {}
     for index, bucket in enumerate(buckets):
         flat = bucket[PARAM]
-        base = end = 0
+        base = 0
+        end = 0
         while left and end < flat.numel():
             # Either aligned, or the first of a bucket whose padding was left out, or packed.
             aligned = base + -(-(end - base) // ALIGNMENT) * ALIGNMENT

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_ds.config.data_files import read_table
 from megatron_ds.engine.states.state_reader import TensorReader
-from megatron_ds.model.spec.architecture import unit_weights
+from megatron_ds.model.declaration.architecture import unit_weights
 from megatron_ds.parallel.weights import Weight
 
 PREFIX = re.compile(r"^(language_model\.)?(embedding\.|encoder\.|transformer\.|decoder\.)?")
@@ -66,7 +66,7 @@ class RowOrders:
 
 
 def is_ignored(name: str) -> bool:
-    """Whether an entry is no parameter."""
+    """Whether an entry is a buffer, not a parameter."""
     return BUFFERS.search(name) is not None
 
 
@@ -79,15 +79,17 @@ def canonical_name(name: str, num_layers: int = 0) -> str | None:
     """Our name of a weight whose layer is counted over the complete model; None if it is unknown.
 
     Args:
-        name: Megatron's, of all experts for those of an expert.
-        num_layers: Layers before those of multi-token prediction.
+        name: Megatron's name; for the weight of an expert, the name of all experts' weight.
+        num_layers: Number of layers before the layers of multi-token prediction.
     """
     name = PREFIX.sub("", name)
-    prefix, depth = "", DEPTH.match(name)
+    prefix = ""
+    depth = DEPTH.match(name)
     if depth and depth[2]:
         name = f"layers.{num_layers + int(depth[1])}.{name[depth.end() :]}"
     elif depth:
-        prefix, name = f"predictions.{depth[1]}.", f"mtp.{name[depth.end() :]}"
+        prefix = f"predictions.{depth[1]}."
+        name = f"mtp.{name[depth.end() :]}"
     if layer := LAYER.match(name):
         prefix = layer[0]
     inner = re.sub(r"^attention\.", "self_attention.", name[layer.end() if layer else 0 :])
@@ -113,8 +115,8 @@ def core_names(names: Collection[str], num_layers: int) -> dict[str, str]:
     A norm is part of the linear layer after it, where there is one.
 
     Args:
-        names: Ours, of all weights.
-        num_layers: Layers before those of multi-token prediction.
+        names: Canonical names of all weights.
+        num_layers: Number of layers before the layers of multi-token prediction.
     """
     layers = {name.rpartition(".")[0] for name in names}
 
@@ -156,7 +158,8 @@ def stack_experts(ranks: Sequence[Mapping[str, TensorReader]]) -> dict[str, Tens
             if (match := EXPERT.fullmatch(name)) is None:
                 tensors.setdefault(name, tensor)
                 continue
-            index, stack = match[2] or match[4], f"{match[1]}{match[3]}"
+            index = match[2] or match[4]
+            stack = f"{match[1]}{match[3]}"
             stacks[stack][rank, int(index or 0)] = tensor
             shapes[stack] = tensor.shape if index else tensor.shape[1:]
     for name, shape in shapes.items():
@@ -190,7 +193,7 @@ def join(name: str, shards: Sequence[Tensor], orders: RowOrders) -> Tensor:
 
 
 def joined_shape(name: str, shard: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The shape of `join` of so many shards of a shape."""
+    """Shape of the tensor that `join` makes of `ranks` shards of shape `shard`."""
     dim = _cut_dimension(name)
     if dim is None:
         return shard
@@ -210,17 +213,19 @@ def _cut_dimension(name: str) -> int | None:
 
 def _split_qkv(shard: Tensor, orders: RowOrders, ranks: int) -> tuple[Tensor, ...]:
     """Queries, keys and values of one rank, each [heads x head size, ...] by head."""
-    heads, groups, rest = orders.heads // ranks, orders.groups // ranks, shard.shape[1:]
+    heads = orders.heads // ranks
+    groups = orders.groups // ranks
+    other_sizes = shard.shape[1:]
     size = orders.head_dim
     match orders.qkv:
         case QkvOrder.BLOCKS:
             parts = shard.split([heads * size, groups * size, groups * size])
         case QkvOrder.INTERLEAVED:
-            parts = shard.view(heads, size, 3, *rest).unbind(2)
+            parts = shard.view(heads, size, 3, *other_sizes).unbind(2)
         case QkvOrder.GROUPED:
             per_group = heads // groups
             sizes = [per_group] * (1 + orders.has_gate) + [1, 1]
-            grouped = shard.view(groups, sum(sizes), size, *rest)
+            grouped = shard.view(groups, sum(sizes), size, *other_sizes)
             parts = grouped.split(sizes, dim=1)
             parts = parts if len(parts) == 3 else (parts[0], *parts[2:], parts[1])
-    return tuple(part.reshape(-1, *rest) for part in parts)
+    return tuple(part.reshape(-1, *other_sizes) for part in parts)

@@ -39,12 +39,13 @@ def assign_states(chunks: Chunks, saved: Any) -> OptimizerStates:
 
     Args:
         chunks: Parameters in the order of the state dict.
-        saved: The optimizer's state dict; None if there is none.
+        saved: The optimizer's state dict; None if the file has none.
     """
     if not isinstance(saved, Mapping):
         return OptimizerStates(unread="it has no optimizer states")
     inner = saved.get("optimizer", saved)
-    groups, states = inner.get("param_groups"), inner.get("state")
+    groups = inner.get("param_groups")
+    states = inner.get("state")
     if not groups or not isinstance(states, Mapping) or not states:
         return OptimizerStates(unread=PARTITIONED)
     masters = saved.get("fp32_from_fp16_params")

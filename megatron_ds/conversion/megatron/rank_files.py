@@ -47,7 +47,8 @@ BUFFERS = "distrib_optim.pt"
 NORM_KEYS = {"weight", "bias", "scale"}
 
 Shards = dict[str, list[TensorReader]]
-"""By Megatron's name, with layers counted over the complete model: one tensor per rank."""
+"""One tensor per tensor-parallel rank, by Megatron's name, with layers counted over the complete
+model."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,11 @@ def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
         args = args or arguments_of(read_state_dict(path).get("args"))
         rank, stage, expert_rank = (int(index or 0) for index in match.groups())
         if match[3] is None and args.get("pipeline_model_parallel_size") == 1:
-            stage, expert_rank = 0, stage
+            expert_rank = stage
+            stage = 0
         files[stage, rank, expert_rank] = path
-    tp_size, expert_tp = args.get("tensor_model_parallel_size"), "expert_tensor_parallel_size"
+    tp_size = args.get("tensor_model_parallel_size")
+    expert_tp = "expert_tensor_parallel_size"
     if args.get("num_experts") and args.get(expert_tp) not in (None, tp_size):
         part = f"experts of {expert_tp} {args[expert_tp]} beside others of {tp_size}"
         raise user_error("megatron-part-unsupported", path=folder, part=part)
@@ -222,7 +225,8 @@ def _zero3_files(
     """fp32 partitions of each flattened parameter and of its states, one per data-parallel rank."""
     dp_size, tp_size = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
     kinds: dict[str, Shards] = defaultdict(lambda: defaultdict(list))
-    steps, unread = None, ""
+    steps = None
+    unread = ""
     for tp_rank in range(tp_size):
         stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
         shapes = read_state_dict(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
@@ -258,7 +262,8 @@ def _sizes(folder: Path, files: Mapping[tuple[int, ...], Path]) -> tuple[int, ..
     """Pipeline stages, tensor- and expert-parallel ranks of complete files, by these."""
     if not files:
         raise user_error("megatron-files-missing", folder=folder, names="mp_rank_00")
-    stages, ranks, expert_ranks = sizes = [1 + max(key[axis] for key in files) for axis in range(3)]
+    sizes = [1 + max(key[axis] for key in files) for axis in range(3)]
+    stages, ranks, expert_ranks = sizes
     missing = [
         f"mp_rank_{rank:02d}"
         + (f"_{stage:03d}" if stages > 1 else "")

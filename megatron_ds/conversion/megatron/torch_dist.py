@@ -141,7 +141,8 @@ def _layer_names(name: str, entry: TensorStorageMetadata) -> list[tuple[str, int
     all_layers = ALL_LAYERS.fullmatch(name)
     if all_layers is None:
         return [(PREFIX.sub("", name), None)]
-    before, after = PREFIX.sub("", all_layers[1]), all_layers[2]
+    before = PREFIX.sub("", all_layers[1])
+    after = all_layers[2]
     return [(f"{before}{layer}.{after}", layer) for layer in range(entry.size[0])]
 
 
@@ -151,8 +152,8 @@ def _read_part(
     """Reads a part of a tensor from the chunks that it overlaps."""
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
-    wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    items = create_read_items_for_chunk_list(key, entry, [wanted])
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    items = create_read_items_for_chunk_list(key, entry, [chunk])
     part = torch.empty(sizes, dtype=entry.properties.dtype)
     if sum(item.lengths.numel() for item in items) != part.numel():
         raise user_error("dcp-tensor-incomplete", folder=folder, key=key)
@@ -201,7 +202,7 @@ def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 def _read_object(folder: Path, metadata: Metadata, key: str) -> Any:
-    """An entry that is no tensor; None if there is none."""
+    """Reads an entry that is not a tensor; None if the checkpoint has no such entry."""
     stored = metadata.storage_data.get(MetadataIndex(key))
     if stored is None:
         return None

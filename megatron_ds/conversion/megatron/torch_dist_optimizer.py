@@ -37,11 +37,19 @@ BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)"
 )
 ORDER = (
-    *("embedding.word", "embedding.position"),
-    *("attention_norm", "attention.proj", "attention.qkv", "mlp_norm", "mlp.fc_in", "mlp.fc_out"),
-    *("final_norm", "head"),
+    "embedding.word",
+    "embedding.position",
+    "attention_norm",
+    "attention.proj",
+    "attention.qkv",
+    "mlp_norm",
+    "mlp.fc_in",
+    "mlp.fc_out",
+    "final_norm",
+    "head",
 )
-"""In which a module of Megatron Core registers its parameters, by our names without the layer."""
+"""Order in which modules of Megatron Core register their parameters, as canonical names without the
+layer."""
 
 ReadPart = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """Reads a part of an entry: its key, first elements and sizes."""
@@ -52,7 +60,7 @@ class WeightEntry:
     """A weight of the checkpoint.
 
     Attributes:
-        key: Of the entry, which may have the weights of all layers.
+        key: Key of the entry, which may have the weights of all layers.
         layer: Its layer in such an entry.
         entry: Shape and chunks.
     """
@@ -81,10 +89,13 @@ class WeightEntry:
 
     def read(self, read_part: ReadPart, parts: _Parts | None = None) -> Tensor:
         """Reads the weight, or what a rank has of it, as one tensor."""
-        parts, read = parts or _Parts(0, [(0, self.shape[0])]), []
+        parts = parts or _Parts(0, [(0, self.shape[0])])
+        read = []
         for start, size in parts.spans:
-            offsets, sizes = [0] * len(self.shape), list(self.shape)
-            offsets[parts.axis], sizes[parts.axis] = start, size
+            offsets = [0] * len(self.shape)
+            sizes = list(self.shape)
+            offsets[parts.axis] = start
+            sizes[parts.axis] = size
             layer = [] if self.layer is None else [self.layer]
             part = read_part(self.key, [*layer, *offsets], [*(1 for _ in layer), *sizes])
             read.append(part.view(sizes))
@@ -118,12 +129,13 @@ def read_buckets(
     """The states by kind and Megatron's name of the weight, or why they cannot be read.
 
     Args:
-        metadata: Of the checkpoint.
+        metadata: Metadata of the checkpoint.
         weights: Its weights by Megatron's names, with layers counted over the complete model.
         sizes: Tensor-parallel size, pipeline stages and layers of the run that saved it.
         read_part: Reads from the checkpoint.
     """
-    (tp, pp, layers), buckets = sizes, _buckets(metadata, read_part)
+    tp, pp, layers = sizes
+    buckets = _buckets(metadata, read_part)
     groups = {group for group, _ in buckets}
     num_chunks = len(buckets) // max(len(groups), 1)
     stages = pp * num_chunks
@@ -198,10 +210,12 @@ def _stage_names(
         inner = LAYER.sub("", canonical_name(name) or name)
         order = next((n for n, part in enumerate(ORDER) if inner.startswith(part)), len(ORDER))
         if layer := LAYER.match(name):
-            index, section = int(layer[1]), 1
+            index = int(layer[1])
+            section = 1
             owner = index * stages // layers
         else:
-            index, section = 0, 0 if inner.startswith("embedding.") else 2
+            index = 0
+            section = 0 if inner.startswith("embedding.") else 2
             owner = 0 if section == 0 else stages - 1
         if owner == stage:
             names.append(((section, index, order, name.endswith("bias")), name))

@@ -69,7 +69,8 @@ def read_universal(folder: Path) -> MegatronContents:
             if not is_copy(name) and (folder / ZERO / saved_name / f"{stem}.pt").is_file():
                 shards[name] = layout.shards(name, saved_name, states.entry(saved_name, stem))
         kinds[key] = shards
-    weights, steps = kinds[MASTER], states.steps(names[0])
+    weights = kinds[MASTER]
+    steps = states.steps(names[0])
     unread = ""
     if any(kinds[key].keys() != weights.keys() for key in MOMENTS):
         unread = "its optimizer states are not those of Adam"
@@ -103,12 +104,13 @@ class _Layout:
     def _joined_ranks(
         self, name: str, saved_name: str, tensor: Tensor, content: Mapping[str, Any]
     ) -> int:
-        """Tensor-parallel ranks whose rows are one after the other; 1 if their order is none.
+        """Number of TP shards concatenated along dim 0; 1 if the tensor is not sharded.
 
         Raises:
             UserError: If the order is not known.
         """
-        canonical, tp_size = canonical_name(name) or "", self.tp_size
+        canonical = canonical_name(name) or ""
+        tp_size = self.tp_size
         has_parts = any(content.get(key) for key in PARTS) or any(
             re.match(pattern, saved_name) for pattern in self.mapped
         )

@@ -26,9 +26,10 @@ from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, WriteOptio
 
 RELEASE = "release"
 """Name and pointer of a checkpoint of weights alone."""
-FUSED, TORCH = "fused", "torch"
-"""Implementations of Adam: of Transformer Engine or apex, and torch's AdamW, which Megatron takes
-without these."""
+FUSED = "fused"
+"""Adam of Transformer Engine or apex."""
+TORCH = "torch"
+"""torch's AdamW, which Megatron takes without Transformer Engine and apex."""
 DECAY_STYLES = "constant", "linear", "cosine", "inverse-square-root", "WSD"
 """Megatron's values of --lr-decay-style, which mean the same here."""
 TORCH_GROUP = {
@@ -41,8 +42,11 @@ TORCH_GROUP = {
 
 def check_parts(source: SourceCheckpoint, options: WriteOptions) -> None:
     """Raises UserError if Megatron's model lacks a part, or the sizes do not divide it."""
-    settings, tp_size, pp_size = source.settings, options.tp_size, options.pp_size
-    model, moe = settings.model, settings.moe
+    settings = source.settings
+    tp_size = options.tp_size
+    pp_size = options.pp_size
+    model = settings.model
+    moe = settings.moe
     raise_if_any([*model.problems(tp_size), *moe.problems(model, tp_size, options.ep_size)])
     if lacking := ", ".join(lacking_parts(model, moe)):
         raise user_error("megatron-export-unsupported", parts=lacking)
@@ -132,7 +136,7 @@ def adam_groups(training: SavedRun, adam: str) -> list[dict[str, Any]]:
 
 
 def padded(full: Tensor, rows: int) -> Tensor:
-    """A vocabulary table with so many rows; rows of padding are zeros."""
+    """Pads a vocabulary table to `rows` rows with zeros."""
     return torch.nn.functional.pad(full, (0, 0, 0, rows - len(full)))
 
 
@@ -149,7 +153,9 @@ def padded_vocab(source: SourceCheckpoint, tp_size: int) -> int:
 def grouped(full: Tensor, model: ModelConfig) -> Tensor:
     """[Q; K; V; gates] to the queries, their gates, the key and the value of each key-value
     head."""
-    heads, groups, size = model.num_attention_heads, model.kv_heads, model.head_dim
+    heads = model.num_attention_heads
+    groups = model.kv_heads
+    size = model.head_dim
     q, k, v, gates = full.split([heads * size, groups * size, groups * size, model.gate_size])
     parts = (q, gates, k, v) if model.gate_size else (q, k, v)
     by_group = [part.view(groups, -1, size, *full.shape[1:]) for part in parts]
@@ -158,8 +164,10 @@ def grouped(full: Tensor, model: ModelConfig) -> Tensor:
 
 def _arguments(source: SourceCheckpoint, options: WriteOptions) -> dict[str, Any]:
     """The arguments that Megatron compares, or takes over with --use-checkpoint-args."""
-    tp_size, pp_size = options.tp_size, options.pp_size
-    model, tokenizer = source.settings.model, source.settings.tokenizer
+    tp_size = options.tp_size
+    pp_size = options.pp_size
+    model = source.settings.model
+    tokenizer = source.settings.tokenizer
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     return {
         **model_arguments(model, source.settings.moe),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
+from megatron_ds.config.problems import ignore
 from megatron_ds.conversion.megatron.names import core_names, legacy_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import (
@@ -48,7 +49,7 @@ def write_megatron(
     source: SourceCheckpoint,
     folder: Path,
     options: WriteOptions = WRITE_DEFAULTS,
-    on_tensor: OnTensor = lambda name, size: None,
+    on_tensor: OnTensor = ignore,
 ) -> None:
     """Writes a folder for Megatron's --load, complete, or not at all.
 
@@ -134,7 +135,8 @@ class _Stage:
                 continue
             if layer := DECODER.match(theirs):
                 theirs = f"{layer[1]}{int(layer[2]) - self.layers.start}{theirs[layer.end() :]}"
-            full, stack = self._shard(name), theirs.split(".experts.experts.")
+            full = self._shard(name)
+            stack = theirs.split(".experts.experts.")
             if len(stack) == 1:
                 yield theirs, full
             for index, expert in enumerate(full if len(stack) == 2 else ()):
@@ -189,7 +191,8 @@ class _Stage:
 
     def _shard(self, name: str, tensors: TensorReaders | None = None) -> Tensor:
         """A tensor's part of this rank, in Megatron's order, in memory of its own."""
-        model, tp_size = self.source.settings.model, self.options.tp_size
+        model = self.source.settings.model
+        tp_size = self.options.tp_size
         tensor = (self.source.tensors if tensors is None else tensors)[name]
         full = tensor.read()
         if name in VOCABULARY_TABLES:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.data_files import read_table
+from megatron_ds.config.problems import ignore
 from megatron_ds.conversion.megatron.names import core_names
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS
 from megatron_ds.conversion.megatron.torch_dist import STATE_PREFIXES
@@ -54,7 +54,16 @@ from megatron_ds.engine.states.state_reader import (
     TensorReaders,
 )
 
-TABLES = read_table(__file__)
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""metadata.json of Core 0.8 to 0.18. Core 0.19 has no common backend of its own, but still reads
+common.pt where there is one."""
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""Layouts of Core that the keys follow."""
 LAYERS = re.compile(r"decoder\.layers\.(\d+\.)")
 LINEAR = re.compile(r"((?!optimizer\.).*\.(?:linear_\w+|eh_proj)\.)weight")
 
@@ -63,7 +72,7 @@ def write_torch_dist(
     source: SourceCheckpoint,
     folder: Path,
     options: WriteOptions = WRITE_DEFAULTS,
-    on_tensor: OnTensor = lambda name, size: None,
+    on_tensor: OnTensor = ignore,
 ) -> None:
     """Writes a folder for the --load of Megatron Core's training, complete, or not at all.
 
@@ -83,7 +92,7 @@ def write_torch_dist(
     """
     check_parts(source, options)
     changes = {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
-    state = common_state(source, options, **changes) | {"content_metadata": TABLES["content"]}
+    state = common_state(source, options, **changes) | {"content_metadata": CONTENT}
     training = source.training
     chunks = list(_chunks(source, WEIGHTS, source.tensors, options.tp_size))
     if training is not None:
@@ -96,7 +105,7 @@ def write_torch_dist(
     with checkpoint_folder(source, folder) as path:
         _save(path, _Planner(source.settings.model, chunks, on_tensor))
         torch.save(state, path / "common.pt")
-        (path / "metadata.json").write_text(json.dumps(TABLES["backend"]))
+        (path / "metadata.json").write_text(json.dumps(BACKEND))
 
 
 def _save(path: Path, planner: _Planner) -> None:
@@ -147,7 +156,8 @@ def _chunks(
     source: SourceCheckpoint, state_key: str, tensors: TensorReaders, tp_size: int
 ) -> Iterator[_Chunk]:
     """The chunks of the weights, or of one kind of optimizer state."""
-    model, moe = source.settings.model, source.settings.moe
+    model = source.settings.model
+    moe = source.settings.moe
     names = core_names(source.tensors, model.num_layers)
     is_uniform = len({moe.has_experts(layer) for layer in range(model.num_layers)}) == 1
     for name, tensor in tensors.items():
@@ -155,10 +165,13 @@ def _chunks(
         if name in VOCABULARY_TABLES:
             shape = (padded_vocab(source, tp_size), *shape[1:])
         key = f"{STATE_PREFIXES[state_key]}{names[name]}"
-        offsets, size, layer = (0,) * len(shape), shape, LAYERS.search(key)
+        offsets = (0,) * len(shape)
+        size = shape
+        layer = LAYERS.search(key)
         if layer and is_uniform:
             key = f"{key[: layer.start(1)]}{key[layer.end(1) :]}"
-            offsets, size = (int(layer[1][:-1]), *offsets), (model.num_layers, *size)
+            offsets = (int(layer[1][:-1]), *offsets)
+            size = (model.num_layers, *size)
             shape = (1, *shape)
         yield _Chunk(name, key, size, offsets, shape, tensor)
 
@@ -192,7 +205,8 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, model: ModelConfig, chunks: Sequence[_Chunk], on_tensor: OnTensor) -> None:
         super().__init__(flatten_state_dict=False)
-        self._model, self._on_tensor = model, on_tensor
+        self._model = model
+        self._on_tensor = on_tensor
         self._chunks = {chunk.item.index: chunk for chunk in chunks}
 
     def set_up_planner(

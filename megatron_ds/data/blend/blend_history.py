@@ -15,7 +15,7 @@ import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 from megatron_ds.data.sample_index import Ranges, total_samples
 
@@ -55,7 +55,7 @@ class LengthPeriod:
 
     Attributes:
         seq_length: Tokens per sample.
-        requests: As of `SourceProgress`.
+        requests: Requested samples, see `SourceProgress`.
         consumed: Samples read at this length.
         excluded: Sequences of the file that were left out, as ranges.
     """
@@ -114,6 +114,14 @@ class BlendPhase:
     source_starts: tuple[Offset, ...]
 
 
+class BlendMember(NamedTuple):
+    """A source of a blend: what was read of it, and its entries in the `BlendPhase`."""
+
+    progress: SourceProgress
+    weight: float
+    start: Offset
+
+
 @dataclass(frozen=True)
 class BlendHistory:
     """All sources that a run has read, and its phases.
@@ -121,7 +129,7 @@ class BlendHistory:
     Attributes:
         order: Version of the blend schedule.
         sources: Current and former sources.
-        phases: In order; the last one is current.
+        phases: Phases in order; the last one is current.
         seq_length: Tokens per sample of the current phase.
     """
 
@@ -133,6 +141,13 @@ class BlendHistory:
     @property
     def current(self) -> BlendPhase:
         return self.phases[-1]
+
+    @property
+    def members(self) -> list[BlendMember]:
+        """The sources of the current phase."""
+        phase = self.current
+        rows = zip(phase.sources, phase.weights, phase.source_starts, strict=True)
+        return [BlendMember(self.sources[index], weight, start) for index, weight, start in rows]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
@@ -230,7 +245,8 @@ def _restarted(source: SourceProgress, seq_length: int) -> SourceProgress:
 
 def _without(history: BlendHistory, excluded: Mapping[SourceId, Ranges]) -> BlendHistory:
     """The history, whose sources go on without sequences, at the same places of the blend."""
-    phase, sources = history.current, list(history.sources)
+    phase = history.current
+    sources = list(history.sources)
     starts = dict(zip(phase.sources, phase.source_starts, strict=True))
     for index, source in enumerate(sources):
         wanted = excluded.get(source.identity, source.excluded)
@@ -271,7 +287,7 @@ def extend_requests(
     *,
     is_cyclic: bool = False,
 ) -> tuple[int, ...]:
-    """The indexes that a source needs for `needed` samples: another one if they are too few.
+    """Index sizes of a source, extended by one if `needed` exceeds them.
 
     An index has all samples of its complete epochs, and they are all read before the next index
     begins, so that all documents are read equally often.

@@ -107,7 +107,9 @@ class BlockSchedule:
     """
 
     def __init__(self, model: OrderModel, size: int, counts: npt.NDArray[Any]) -> None:
-        self._model, self._size, self._counts = model, size, counts
+        self._model = model
+        self._size = size
+        self._counts = counts
         self._blocks: dict[int, tuple[npt.NDArray[np.int16], Counts]] = {}
 
     def __len__(self) -> int:

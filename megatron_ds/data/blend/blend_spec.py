@@ -1,7 +1,7 @@
 """Parses the data flags: datasets of train, valid and test, with files, weights and documents.
 
-Owns the syntax of the flags and of the files that they name. Opens no token files, and knows no
-ranks and no torch.
+Owns the syntax of the flags and of the files that they name. Reads no tokens, and knows no ranks
+and no torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from megatron_ds.config.checks import file_problems
 from megatron_ds.config.options.data import PER_SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, collect, raise_if_any, user_error
 from megatron_ds.data.sample_index import parse_split, split_bounds
+from megatron_ds.data.token_files.file_formats import TEXT_FILE, recognize
+from megatron_ds.data.token_files.probed_files import LocalFiles, ProbedFile
 
 DEFAULT_SPLIT = "969,30,1"
 SPLITS = ("train", "valid", "test")
@@ -36,7 +38,7 @@ class DocumentSelection:
     """Documents of a token file that are read: all of them, unless a subclass selects some.
 
     Attributes:
-        text: As given by the user; None for all documents.
+        text: Selection as given by the user; None for all documents.
     """
 
     text: str | None
@@ -102,7 +104,7 @@ class BlendSource:
         prefix: Path of the pair of token files.
         weight: The weights of a blend sum to 1; None to weight files by size.
         documents: The documents to read.
-        given_weight: The weight as it was given; None if none was.
+        given_weight: The weight as it was given; None for a source without a weight.
     """
 
     prefix: str
@@ -133,8 +135,8 @@ class DatasetGroup:
         """The group without some of its files; the other weights keep their ratios."""
         rest = [source for source in self.sources if source not in sources]
         total = math.fsum(source.weight or 0 for source in rest) or 1
-        kept = (replace(one, weight=one.weight and one.weight / total) for one in rest)
-        return replace(self, sources=tuple(kept))
+        renormalized = (replace(one, weight=one.weight and one.weight / total) for one in rest)
+        return replace(self, sources=tuple(renormalized))
 
 
 def read_groups(config: DataConfig) -> tuple[list[DatasetGroup], list[Problem]]:
@@ -216,7 +218,8 @@ def parse_group(
         if len(words) != 3:
             problems.append(Problem("group-entry-syntax", field, given=origin, entry=entry.strip()))
             continue
-        weight, documents = 1.0, ALL_DOCUMENTS
+        weight = 1.0
+        documents = ALL_DOCUMENTS
         with collect(problems):
             weight = _parse_weight(words[0], origin, field)
         with collect(problems):
@@ -247,7 +250,9 @@ def _split_groups(config: DataConfig, problems: list[Problem]) -> list[DatasetGr
         }
         if "train" not in selections:
             problems.append(Problem("split-without-train", text=text))
-    paths, flag, field = config.data_path or (), "--data-path", "data_path"
+    paths = config.data_path or ()
+    flag = "--data-path"
+    field = "data_path"
     if not paths and config.data_args_path is not None:
         field = "data_args_path"
         flag = f"--data-args-path {config.data_args_path}:"
@@ -294,7 +299,7 @@ def _per_split_groups(path: str) -> list[DatasetGroup]:
     field = "per_split_data_args_path"
     flag = f"--per-split-data-args-path {path}:"
     try:
-        values = json.loads(_read_text(path, field))
+        values = json.loads(_read_text(path, field, is_json=True))
     except (json.JSONDecodeError, RecursionError) as error:
         raise user_error("per-split-file-not-json", field, flag=flag, error=error) from error
     if not isinstance(values, dict) or any(key not in SPLITS for key in values):
@@ -326,14 +331,31 @@ def _as_words(value: Any, flag: str, field: str) -> list[str]:
     return [str(word) for word in value]
 
 
-def _read_text(path: str, field: str) -> str:
+def _read_text(path: str, field: str, *, is_json: bool = False) -> str:
+    """The content of a file that lists prefixes.
+
+    Args:
+        path: The file.
+        field: Option field concerned.
+        is_json: Whether it is a JSON object.
+
+    Raises:
+        UserError: If it cannot be read, or holds data instead.
+    """
     raise_if_any(file_problems(field, path))
+    recognized = recognize(ProbedFile(LocalFiles(), path))
+    description = "" if recognized is None else recognized.description
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        if recognized is None or recognized.format is TEXT_FILE:
+            text = Path(path).read_text(encoding="utf-8-sig")
+            if is_json or not text.lstrip().startswith(("{", "[")):
+                return text
+            description = "a JSON file"
     except (OSError, UnicodeDecodeError) as error:
         raise user_error(
             "data-args-file-unreadable", field, flag=flag_of(field), path=path, error=error
         ) from error
+    raise user_error("data-args-file-of-other-format", field, path=path, description=description)
 
 
 def _parse_group_file(text: str) -> list[str]:
@@ -347,7 +369,8 @@ def _parse_range(text: str, origin: str, field: str) -> FractionRange:
     try:
         start, end = (float(bound) for bound in text.split(":"))
     except ValueError:
-        start, end = math.nan, math.nan
+        start = math.nan
+        end = math.nan
     if not 0 <= start < end <= 1:
         raise user_error("invalid-document-range", field, given=origin, text=text)
     return FractionRange(text, start, end)

@@ -14,8 +14,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.gpt_dataset import Piece, SampleArray, TokenDataset
+from megatron_ds.data.sample import NO_MARKS, IdArray, MarkArray
 from megatron_ds.data.sample_index import IntArray
+from megatron_ds.data.token_dataset import Piece, TokenDataset
 
 
 class BlendOrder(Protocol):
@@ -49,20 +50,21 @@ class SingleSourceOrder:
 class RoutingDataset:
     """Reads each sample from one of several datasets of equal seq_length and vocab_size."""
 
+    marks = NO_MARKS
+
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
         self._datasets = tuple(datasets)
         self.seq_length = datasets[0].seq_length
         self.vocab_size = datasets[0].vocab_size
-        self.marks_ends = datasets[0].marks_ends
         self.cache = next((source.cache for source in datasets if source.cache is not None), None)
 
-    def __getitem__(self, position: int) -> SampleArray:
+    def __getitem__(self, position: int) -> IdArray:
         index, sample = self._locate(position)
         return self._datasets[index][sample]
 
-    def read_into(self, position: int, row: SampleArray) -> None:
+    def read_into(self, position: int, ids: IdArray, marks: MarkArray | None = None) -> None:
         index, sample = self._locate(position)
-        self._datasets[index].read_into(sample, row)
+        self._datasets[index].read_into(sample, ids, marks)
 
     def sample_id(self, position: int) -> str:
         index, sample = self._locate(position)
@@ -131,7 +133,8 @@ class BlendedDataset(RoutingDataset):
         source_starts: Sequence[int] | None = None,
     ) -> None:
         super().__init__(datasets)
-        self._order, self._first = order, first_sample
+        self._order = order
+        self._first = first_sample
         self._starts = tuple(source_starts or [0] * len(datasets))
         ends = np.add(self._starts, order.counts_at(len(order))).tolist()
         for index, (dataset, end) in enumerate(zip(datasets, ends, strict=True)):
@@ -152,7 +155,8 @@ class BlendedDataset(RoutingDataset):
         return source, self._starts[source] + sample
 
     def positions_of(self, prefix: str, sequences: IntArray) -> IntArray:
-        ends, positions = range(1, len(self._order) + 1), list[int]()
+        ends = range(1, len(self._order) + 1)
+        positions = list[int]()
         for index, (dataset, start) in enumerate(zip(self._datasets, self._starts, strict=True)):
             samples = dataset.positions_of(prefix, sequences) - start
             counts = functools.partial(self._count, index)

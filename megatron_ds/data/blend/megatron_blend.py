@@ -66,14 +66,16 @@ class GreedyModel:
         dtype = np.int32 if size <= np.iinfo(np.int32).max else np.int64
         rows = np.zeros((math.ceil(size / self._block) + 1, len(self._weights)), dtype=dtype)
         length = self._part_length(size)
-        before, at = np.zeros(len(self._weights)), 0
+        before = np.zeros(len(self._weights))
+        at = 0
         while at + length <= size:
             parts = min(self._max_parts(), (size - at) // length)
             counts, _ = self._compute(at, before, parts, length)
             ends = at + length * np.arange(1, parts + 1)
             whole = ends % self._block == 0
             rows[ends[whole] // self._block] = counts[1:][whole]
-            before, at = counts[-1], at + length * parts
+            before = counts[-1]
+            at += length * parts
         if at < size:
             rest = self._order(at, before, size - at)
             before = before + np.bincount(rest, minlength=len(before))
@@ -127,9 +129,11 @@ class GreedyModel:
         end = begin.copy()
         wrong = np.arange(parts)
         while len(wrong):
-            counts, order = begin[wrong], chosen[:, wrong]
+            counts = begin[wrong]
+            order = chosen[:, wrong]
             self._advance(first[wrong], counts, length, order)
-            end[wrong], chosen[:, wrong] = counts, order
+            end[wrong] = counts
+            chosen[:, wrong] = order
             wrong = np.flatnonzero((begin[1:] != end[:-1]).any(axis=1)) + 1
             begin[wrong] = end[wrong - 1]
         return np.concatenate([begin, end[-1:]]), chosen
@@ -162,7 +166,8 @@ class GreedyModel:
             order: The sources are written here, [length, parts], unless it is empty.
         """
         position = first.astype(np.float64)
-        flat, rows = counts.reshape(-1), np.arange(len(first)) * counts.shape[1]
+        flat = counts.reshape(-1)
+        rows = np.arange(len(first)) * counts.shape[1]
         lag = np.empty_like(counts)
         for step in range(length):
             # The same operations in double precision as Megatron's, in the same order.

@@ -74,14 +74,14 @@ def summary(usage: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
         files = sorted(group, key=lambda file: -file.samples)
         is_limited = is_limited or len(files) > MAX_LISTED
         yield from map(str, files[:MAX_LISTED])
-        rest = [file for file in files[MAX_LISTED:] if file.weight]
-        unread = len(files[MAX_LISTED:]) - len(rest)
-        if rest:
-            epochs = [file.epochs for file in rest]
-            files_left = counted(len(rest), "more file")
-            samples = counted(sum(file.samples for file in rest), "sample")
+        unlisted = [file for file in files[MAX_LISTED:] if file.weight]
+        unread = len(files[MAX_LISTED:]) - len(unlisted)
+        if unlisted:
+            epochs = [file.epochs for file in unlisted]
+            files_left = counted(len(unlisted), "more file")
+            samples = counted(sum(file.samples for file in unlisted), "sample")
             yield (
-                f"{label}: {files_left}, total weight {sum(f.weight for f in rest):.6g}: "
+                f"{label}: {files_left}, total weight {sum(f.weight for f in unlisted):.6g}: "
                 f"{samples}, {min(epochs):.3g} to {max(epochs):.3g} "
                 "epochs"
             )
@@ -104,7 +104,8 @@ def describe_blend(history: BlendHistory) -> str:
 def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     """Lines on what a resumed run reads differently; empty if nothing changes."""
     lines = []
-    was, now = before.current, after.current
+    was = before.current
+    now = after.current
     if before.order != after.order:
         lines.append(f"WARNING: {Problem('blend-schedule-changed').render()}")
     is_of_other_length = before.seq_length != after.seq_length
@@ -142,7 +143,8 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
 
 
 def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:
-    old, new = set(before.current.sources), set(after.current.sources)
+    old = set(before.current.sources)
+    new = set(after.current.sources)
     sources = after.sources
     known = {index for index, source in enumerate(before.sources) if source.all_consumed}
     names = {source.identity.name for source in before.sources}

@@ -36,8 +36,12 @@ ABSENT, UNVERIFIED, IDLE, USED = range(4)
 chosen for removal. Only blocks marked `USED` are read without a further check."""
 FREED_FRACTION = 64
 """A 64th of the limit is removed at once, since choosing takes some milliseconds."""
-CONTENT, MARKS, CHECKSUMS, USERS = "content", "marks", "checksums", "users"
-SPACE, READERS = "space.lock", "readers.lock"
+CONTENT = "content"
+MARKS = "marks"
+CHECKSUMS = "checksums"
+USERS = "users"
+SPACE = "space.lock"
+READERS = "readers.lock"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 """Linux's identifier of a running machine, the same in its containers."""
 TOTAL = struct.Struct("<q")
@@ -57,7 +61,9 @@ class BlockFile:
     """
 
     def __init__(self, folder: Path, size: int, block_bytes: int) -> None:
-        self.folder, self.size, self.block_bytes = folder, size, block_bytes
+        self.folder = folder
+        self.size = size
+        self.block_bytes = block_bytes
         self.count = -(-size // block_bytes)
         with open(folder / MARKS, "r+b") as marks, open(folder / CHECKSUMS, "r+b") as checksums:
             self.marks = map_file(marks, writable=True)
@@ -112,7 +118,8 @@ class BlockFile:
         with open(self.folder / CONTENT, "r+b", buffering=0) as file:
             for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
                 if len(run):
-                    start, size = int(run[0]) * self.block_bytes, len(run) * self.block_bytes
+                    start = int(run[0]) * self.block_bytes
+                    size = len(run) * self.block_bytes
                     punch_hole(file.fileno(), start, size)
 
     def distrust(self) -> None:
@@ -135,7 +142,9 @@ class BlockCache:
     """
 
     def __init__(self, folder: Path, limit: int, block_bytes: int = BLOCK_BYTES) -> None:
-        self.folder, self.limit, self.block_bytes = folder, limit, block_bytes
+        self.folder = folder
+        self.limit = limit
+        self.block_bytes = block_bytes
         # Never closed: that would release locks which the process has by another descriptor.
         self._space, self._readers = (
             os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o666) for name in (SPACE, READERS)
@@ -143,7 +152,8 @@ class BlockCache:
         self._threads = threading.Lock()
 
     def begin_reading(self) -> None:
-        """Until `end_reading`, no block is removed. Only for one thread of a process."""
+        """Keeps all blocks in the cache until `end_reading`. Only one thread of a process may call
+        it."""
         fcntl.lockf(self._readers, fcntl.LOCK_SH)
 
     def end_reading(self) -> None:
@@ -169,7 +179,8 @@ class BlockCache:
             OSError: If a process of another machine has it.
         """
         with self.allocating():
-            path, machine = self.folder / name / USERS, Path(BOOT_ID).read_text()
+            path = self.folder / name / USERS
+            machine = Path(BOOT_ID).read_text()
             path.parent.mkdir(exist_ok=True)
             path.touch()
             is_first = not _has_users(path.parent)
@@ -181,14 +192,14 @@ class BlockCache:
             return SharedLock(path), is_first
 
     def recount(self) -> int:
-        """Bytes of all files, counted again after some were added that are no blocks."""
+        """Counts the bytes of all files again, after files other than blocks were added."""
         with self.allocating():
             total = self._count()
             self._set_total(total)
         return total
 
     def make_room(self, size: int) -> None:
-        """Removes blocks before other files of so many bytes are written.
+        """Removes blocks so that other files of `size` bytes can be written.
 
         Raises:
             OSError: If there are not enough blocks.
@@ -227,10 +238,10 @@ class BlockCache:
         os.pwrite(self._space, TOTAL.pack(total), 0)
 
     def _remove_blocks(self, room: int) -> int:
-        """Removes blocks until so many bytes and some more fit; returns the bytes that remain.
+        """Removes blocks until `room` bytes and a reserve are free; returns the bytes that remain.
 
-        First go blocks that were not used since the last time, in random order: samples are in
-        random order, too, so that the time of a use predicts little of the next one.
+        Blocks that were not used since the last call are removed first, in random order: samples
+        are in random order, too, so that the time of a use predicts little of the next one.
 
         Raises:
             OSError: If there are not enough blocks.
@@ -254,7 +265,8 @@ class BlockCache:
         try:
             for file, removed in zip(files, chosen, strict=True):
                 if len(removed):
-                    file.marks[removed] = file.marks[-1] = ABSENT
+                    file.marks[removed] = ABSENT
+                    file.marks[-1] = ABSENT
                 if is_aged:
                     file.marks[:-1][file.marks[:-1] == USED] = IDLE
         finally:

@@ -44,7 +44,7 @@ class RemoteFile:
     """A file in a store, and its copy.
 
     Attributes:
-        url: Of the file.
+        url: URL of the file.
         version: The content that this run reads.
         copy: Its blocks on this node.
     """
@@ -71,7 +71,7 @@ class Fetcher:
         self._unread = b""
 
     def is_busy(self) -> bool:
-        """Whether so many blocks have not come yet that more would only wait.
+        """Whether enough requests are outstanding.
 
         Raises:
             UserError: If one of them cannot be had.
@@ -88,8 +88,10 @@ class Fetcher:
             self._start()
         index = self._files.get(file.url)
         if index is None:
-            index = self._files[file.url] = len(self._files)
-            version, folder = file.version, str(file.copy.folder)
+            index = len(self._files)
+            self._files[file.url] = index
+            version = file.version
+            folder = str(file.copy.folder)
             self._send(url=file.url, size=version.size, tag=version.tag, folder=folder)
         if (index, block) not in self._pending:
             self._pending[index, block] = file
@@ -121,7 +123,7 @@ class Fetcher:
             self._owner = 0
 
     def _received(self) -> bytes:
-        """At least one line, and what else has come."""
+        """Reads until at least one line has been received; returns all bytes received."""
         assert self._process is not None
         assert self._process.stdout is not None
         content = self._unread
@@ -135,7 +137,7 @@ class Fetcher:
         return content
 
     def _has_reply(self, timeout: float) -> bool:
-        """Whether a reply comes within so many seconds."""
+        """Whether a reply arrives within `timeout` seconds."""
         assert self._process is not None
         assert self._process.stdout is not None
         return bool(select.select([self._process.stdout], [], [], timeout)[0])
@@ -153,7 +155,10 @@ class Fetcher:
             stdout=subprocess.PIPE,
             start_new_session=True,  # signals to the group of this process are not for it
         )
-        self._owner, self._files, self._pending, self._unread = os.getpid(), {}, {}, b""
+        self._owner = os.getpid()
+        self._files = {}
+        self._pending = {}
+        self._unread = b""
         self._end = weakref.finalize(self, _end, self._process, self._owner)
 
     def _send(self, **message: Any) -> None:
@@ -175,7 +180,8 @@ class _Server:
     """The work of the process."""
 
     def __init__(self, cache: BlockCache, replies: int) -> None:
-        self._cache, self._replies = cache, replies
+        self._cache = cache
+        self._replies = replies
         self._open_store = functools.cache(ObjectStore)
         self._files: list[tuple[RemoteFile, int]] = []
         self._writing = threading.Lock()

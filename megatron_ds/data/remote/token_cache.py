@@ -31,9 +31,10 @@ from megatron_ds.fileio.node_folder import create_node_folder, default_node_fold
 from megatron_ds.fileio.object_store import FileVersion, ObjectStore
 
 Tokens = npt.NDArray[np.generic]
-Item = tuple[int, npt.NDArray[Any]]
-"""A position of a dataset, and the row for its tokens."""
-ReadInto = Callable[[int, npt.NDArray[Any]], None]
+Item = tuple[Any, ...]
+"""A position of a dataset, the row for its tokens and, if they are needed, the one for their marks:
+the arguments of `ReadInto`."""
+ReadInto = Callable[..., None]
 DEFAULT_GB = 50
 MIN_BLOCKS = 64
 """Blocks that the cache must have room for besides the index files."""
@@ -41,7 +42,9 @@ PARALLEL = 16
 """Requests at once that look for files."""
 READ_AT_ONCE = 8
 """Blocks that a reader of consecutive tokens requests at once."""
-INDEX, TOKENIZER, COMPLETE = "index", "tokenizer", "complete.json"
+INDEX = "index"
+TOKENIZER = "tokenizer"
+COMPLETE = "complete.json"
 ENDINGS = (".bin", ".idx", ".tokenizer.json")
 
 
@@ -75,7 +78,8 @@ class TokenCache:
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self.folder = default_node_folder() / "token-files" if folder is None else Path(folder)
-        self._limit_gb, self._block_bytes = limit_gb, block_bytes
+        self._limit_gb = limit_gb
+        self._block_bytes = block_bytes
         self._versions: dict[str, FileVersion | UserError | None] = {}
         self._open_store = cache(ObjectStore)
         self._absent: dict[tuple[str, int], RemoteFile] = {}
@@ -92,7 +96,7 @@ class TokenCache:
             self._versions |= dict(zip(urls, pool.map(self._look, urls), strict=True))
 
     def version(self, url: str) -> FileVersion | None:
-        """The version of a file when it was first looked for; None if there is none.
+        """Version of a file at the first request for it; None if the file does not exist.
 
         Raises:
             UserError: If the store does not answer.
@@ -156,7 +160,8 @@ class TokenCache:
         if not sizes:
             return
         try:
-            limit, available = self.blocks.limit, self._available(self.blocks)
+            limit = self.blocks.limit
+            available = self._available(self.blocks)
         except OSError:
             return  # reported when a pair is opened
         least = MIN_BLOCKS * self._block_bytes
@@ -237,7 +242,7 @@ class TokenCache:
         return blocks
 
     def _available(self, blocks: BlockCache) -> int:
-        """Bytes that the copies have and may have besides."""
+        """Bytes that blocks may occupy: free space of the disk plus their current size."""
         return shutil.disk_usage(blocks.folder).free + blocks.recount()
 
     def _store_of(self, prefix: str) -> tuple[ObjectStore, str]:
@@ -246,7 +251,7 @@ class TokenCache:
         return self._open_store(folder), name
 
     def _look(self, url: str) -> FileVersion | UserError | None:
-        """The version of a file, or what prevents to see it; None if there is none."""
+        """Version of a file, or the error of the request; None if the file does not exist."""
         try:
             store, name = self._store_of(url)
             return store.version(name)
@@ -291,7 +296,9 @@ class RemoteContent:
     """
 
     def __init__(self, cache: TokenCache, file: RemoteFile, lock: SharedLock) -> None:
-        self._cache, self.file, self._lock = cache, file, lock
+        self._cache = cache
+        self.file = file
+        self._lock = lock
         self.size = file.version.size
 
     def view(self, dtype: np.dtype[np.generic]) -> RemoteTokens:
@@ -300,7 +307,8 @@ class RemoteContent:
     def warm_up(self) -> None:
         """Downloads the file, or of a large one as much as the cache has room for."""
         room = self._cache.blocks.limit - self._cache.blocks.recount()
-        every_byte, step = self.view(np.dtype(np.uint8)), READ_AT_ONCE * self.file.copy.block_bytes
+        every_byte = self.view(np.dtype(np.uint8))
+        step = READ_AT_ONCE * self.file.copy.block_bytes
         for start in range(0, min(self.size, room), step):
             every_byte[start : start + step]
 
@@ -311,7 +319,7 @@ class RemoteTokens:
     Args:
         cache: Where the blocks are read and requested.
         file: The file.
-        dtype: Of a token.
+        dtype: Data type of a token.
 
     Attributes:
         content: [size] all tokens; 0 in blocks that are not here. The mark of token i's block is
@@ -319,9 +327,12 @@ class RemoteTokens:
     """
 
     def __init__(self, cache: TokenCache, file: RemoteFile, dtype: np.dtype[np.generic]) -> None:
-        self.cache, self.file, self.dtype = cache, file, dtype
+        self.cache = cache
+        self.file = file
+        self.dtype = dtype
         self.content: Tokens = file.copy.map_content().view(dtype)
-        self.size, self.nbytes = self.content.size, self.content.nbytes
+        self.size = self.content.size
+        self.nbytes = self.content.nbytes
         self.marks = memoryview(file.copy.marks)  # type: ignore[arg-type]
         self._per_block = file.copy.block_bytes // dtype.itemsize
         self.shift = self._per_block.bit_length() - 1
@@ -346,7 +357,8 @@ class RemoteTokens:
         Only while `TokenCache` reads.
         """
         is_here = True
-        first, last = begin >> self.shift, (begin + size - 1) >> self.shift
+        first = begin >> self.shift
+        last = (begin + size - 1) >> self.shift
         for block in range(first, last + 1) if size else ():
             mark = self.marks[block]
             if mark == IDLE:

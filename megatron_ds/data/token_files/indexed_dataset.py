@@ -17,20 +17,31 @@ This file knows no tokenizers, samples or torch.
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 import struct
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.problems import Problem, user_error, warn_of
+from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error, warn_of
 from megatron_ds.data.remote.token_cache import RemoteContent, RemoteTokens, TokenCache, is_url
+from megatron_ds.data.token_files.file_formats import (
+    LEGACY_MAGIC,
+    MAGIC,
+    is_index_without_documents,
+)
+from megatron_ds.data.token_files.missing_pair import (
+    describe_other,
+    other_format_problems,
+)
+from megatron_ds.data.token_files.token_file import IntArray, Tokens, probe, probed_slices
 from megatron_ds.fileio.memory_map import map_file
 
-MAGIC = b"MMIDIDX\x00\x00"
-LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[np.generic]] = {
@@ -38,6 +49,7 @@ DTYPES: dict[int, np.dtype[np.generic]] = {
 }
 TOKENIZER_SUFFIX = ".tokenizer.json"
 """Suffix of the file that records which tokenizer made a pair."""
+FAIRSEQ_TYPES = {9: " (fairseq: uint32)", 10: " (fairseq: uint64)"}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 UINT16_VOCAB = 65500
 """Vocabularies below this size are stored as uint16, as in Megatron."""
@@ -47,9 +59,10 @@ PROBED_REMOTE_DOCUMENTS = 32
 """The same for remote pairs, where reading a document may need a download."""
 CHECKED_SEQUENCES = 1 << 20
 """Sequences checked at once, which bounds the memory for an index of any size."""
-
-Tokens = npt.NDArray[np.generic]
-IntArray = npt.NDArray[np.integer]
+REMOTE_BLOCKS = 4
+"""Blocks of a file by URL that are probed; reading one may be a download."""
+MAX_INDEXES = 64
+"""Indexes of a folder that are compared with a `.bin` whose own index does not describe it."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
@@ -57,8 +70,13 @@ def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
     return DTYPES[8] if vocab_size < UINT16_VOCAB else DTYPES[4]
 
 
+def is_pair(path: str) -> bool:
+    """Whether a path of this machine is the prefix of a pair .bin and .idx."""
+    return Path(f"{path}.idx").is_file() and Path(f"{path}.bin").is_file()
+
+
 class IndexedDataset:
-    """The sequences of one pair of token files, memory-mapped.
+    """The sequences of one pair of token files, memory-mapped. Implements `TokenFile`.
 
     Files that microsoft/Megatron-DeepSpeed wrote with --append-eod do not count the end-of-document
     tokens in their lengths. Such a pair is recognized and read with corrected lengths, with a
@@ -69,6 +87,7 @@ class IndexedDataset:
         cache: Where the files of a URL are; None for the cache in the default folder.
 
     Attributes:
+        tokens_path: Path or URL of the `.bin`.
         index_path: The `.idx` on this machine.
         tokenizer_path: The `.tokenizer.json` on this machine, which the pair may not have.
         cache: Where the files of a URL are; None for a path.
@@ -82,27 +101,37 @@ class IndexedDataset:
         UserError: If the files are missing, damaged or of another format.
     """
 
+    file_names = ".bin and .idx"
+
     def __init__(self, prefix: str | os.PathLike[str], cache: TokenCache | None = None) -> None:
         self.prefix = os.fspath(prefix)
+        self.tokens_path = f"{self.prefix}.bin"
         self.cache = (cache or TokenCache()) if is_url(self.prefix) else None
-        self.index_path, self.tokenizer_path = f"{prefix}.idx", f"{prefix}{TOKENIZER_SUFFIX}"
+        self.index_path = f"{prefix}.idx"
+        self.tokenizer_path = f"{prefix}{TOKENIZER_SUFFIX}"
         content: npt.NDArray[np.uint8] | RemoteContent
+        exists = os.path.exists if self.cache is None else self.cache.exists
+        if not exists(f"{self.prefix}.idx"):
+            raise_if_any(other_format_problems(self.prefix))
         if self.cache is None:
             index = _read_index(self.index_path, self.index_path)
-            content = _map(f"{self.prefix}.bin")
+            content = _map(self.tokens_path)
         else:
             pair = self.cache.open(self.prefix)
             self.index_path, self.tokenizer_path, content = pair
             index = _read_index(self.index_path, f"{prefix}.idx")
         self.dtype, self.lengths, self.pointers, self.document_index = index
-        expected = 0
-        if len(self.lengths):
-            expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        expected = _described_size(self.dtype, self.lengths, self.pointers)
         if content.size != expected and not self._count_missing_eod(content):
             raise user_error(
-                "token-file-size-mismatch", prefix=self.prefix, size=content.size, expected=expected
+                "token-file-size-mismatch",
+                prefix=self.prefix,
+                size=content.size,
+                expected=expected,
+                reason=self._mismatch_reason(content.size),
             )
-        self.content, self.sizes = content, (content.size, os.path.getsize(self.index_path))
+        self.content = content
+        self.sizes: tuple[int, ...] = (content.size, os.path.getsize(self.index_path))
         self.tokens: Tokens | RemoteTokens = content.view(self.dtype)
 
     def __len__(self) -> int:
@@ -122,16 +151,53 @@ class IndexedDataset:
         tokens: Tokens = self.tokens[start : start + int(self.lengths[index])]
         return tokens
 
+    def probe(self, blocks: int) -> Tokens:
+        """All tokens of a small file; otherwise evenly spread blocks, of a URL at most
+        REMOTE_BLOCKS."""
+        tokens = self.tokens
+        if isinstance(tokens, RemoteTokens):
+            return probe(tokens, min(blocks, REMOTE_BLOCKS))
+        slices = probed_slices(tokens.size, blocks)
+        if slices == [slice(0, tokens.size)]:
+            return tokens[:]
+        item = self.dtype.itemsize
+        # Mapped memory would be read ahead: with thousands of files, megabytes around each block.
+        with open(self.tokens_path, "rb", buffering=0) as content:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            parts = [
+                os.pread(content.fileno(), (part.stop - part.start) * item, part.start * item)
+                for part in slices
+            ]
+        return np.frombuffer(b"".join(parts), dtype=self.dtype)
+
     def warm_up(self) -> None:
         """Read the token file once, to load it into the page cache; for a URL into its block cache,
         as far as it has room."""
         if isinstance(self.content, RemoteContent):
             self.content.warm_up()
             return
-        with open(self.prefix + ".bin", "rb", buffering=0) as file:
+        with open(self.tokens_path, "rb", buffering=0) as file:
             buffer = bytearray(1 << 24)
             while file.readinto(buffer):
                 pass
+
+    def _mismatch_reason(self, size: int) -> str:
+        """Why the files do not belong together, as far as their folder shows it.
+
+        Args:
+            size: Bytes of the `.bin`.
+        """
+        if self.cache is None:
+            if description := describe_other(self.tokens_path):
+                return f"the .bin is {description}, and the .idx is of another file"
+            folder = Path(self.prefix).parent
+            for path in itertools.islice(sorted(folder.glob("*.idx")), MAX_INDEXES):
+                with suppress(UserError):
+                    dtype, lengths, pointers, _ = _read_index(str(path), str(path))
+                    if _described_size(dtype, lengths, pointers) == size:
+                        return f"the .idx is of another file; {path} describes a .bin of this size"
+        return "the pair is incomplete, or its files belong to different runs"
 
     def _count_missing_eod(self, content: npt.NDArray[np.uint8] | RemoteContent) -> bool:
         """Corrects the lengths if exactly one EOD per document is not counted.
@@ -140,7 +206,8 @@ class IndexedDataset:
             Whether the pair is of that kind.
         """
         item = self.dtype.itemsize
-        starts, ends = self.document_index[:-1], self.document_index[1:]
+        starts = self.document_index[:-1]
+        ends = self.document_index[1:]
         last = ends[ends > starts] - 1
         lengths = np.array(self.lengths, dtype=np.int64)
         if content.size != (int(lengths.sum()) + len(last)) * item:
@@ -154,7 +221,8 @@ class IndexedDataset:
             return False
         warning = Problem("eod-not-counted", prefix=self.prefix, eod=finals[0], count=len(last))
         warn_of(warning, 3)
-        self.lengths, self.pointers = lengths.astype(np.int32), pointers
+        self.lengths = lengths.astype(np.int32)
+        self.pointers = pointers
         return True
 
 
@@ -171,8 +239,12 @@ def _read_index(
     head = data[: HEADER.size].tobytes()
     if head.startswith(LEGACY_MAGIC):
         raise user_error("legacy-token-file", path=path)
+    if is_index_without_documents(head, data.size):
+        raise user_error("token-index-without-documents", path=path)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise user_error("not-a-token-index", path=path)
+        description = describe_other(local_path)
+        ending = f"; it is {description}" if description else ""
+        raise user_error("not-a-token-index", path=path, ending=ending)
     _, version, code, n, d = HEADER.unpack(head)
     if version != VERSION:
         raise user_error(
@@ -182,7 +254,11 @@ def _read_index(
         raise user_error("floating-point-tokens", path=path, dtype_code=code)
     if code not in DTYPES:
         raise user_error(
-            "unknown-token-dtype", path=path, dtype_code=code, supported=sorted(DTYPES)
+            "unknown-token-dtype",
+            path=path,
+            dtype_code=code,
+            name=FAIRSEQ_TYPES.get(code, ""),
+            supported=sorted(DTYPES),
         )
     expected = HEADER.size + 12 * n + 8 * d
     # Megatron-LM's multimodal files have one more byte per sequence, without a sign in the header.
@@ -203,6 +279,11 @@ def _read_index(
         raise user_error("damaged-document-index", path=path, sequences=n)
     _check_order(path, lengths, pointers, documents, DTYPES[code].itemsize)
     return DTYPES[code], lengths, pointers, documents
+
+
+def _described_size(dtype: np.dtype[np.generic], lengths: IntArray, pointers: IntArray) -> int:
+    """Bytes of the `.bin` that an index describes."""
+    return int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
 
 
 def _check_order(

@@ -14,17 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.data.token_files.file_formats import MAGIC
 from megatron_ds.data.token_files.indexed_dataset import (
     DTYPE_CODES,
     HEADER,
-    MAGIC,
     TOKENIZER_SUFFIX,
     VERSION,
-    IndexedDataset,
-    IntArray,
-    Tokens,
     sequence_offsets,
 )
+from megatron_ds.data.token_files.token_file import IntArray, TokenFile, Tokens
 from megatron_ds.fileio.atomic import StrPath, name_in_errors
 from megatron_ds.fileio.resumable import ResumableOutput
 
@@ -68,7 +66,8 @@ class TokenFileWriter:
     ) -> None:
         self.prefix = prefix
         self.dtype = _checked_dtype(prefix, dtype)
-        self.files, self.written = files, written
+        self.files = files
+        self.written = written
         _, self._index, self._documents = files
         if written == NOTHING_WRITTEN:
             with name_in_errors(self._index.name):
@@ -89,7 +88,8 @@ class TokenFileWriter:
             ValueError: If the arguments do not agree.
             UserError: If a token does not fit the dtype, or a sequence has more than 2^31 - 1.
         """
-        array, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
+        array = np.asarray(tokens)
+        sizes = np.asarray(lengths, dtype=np.int64)
         counts = np.ones_like(sizes) if sequences is None else np.asarray(sequences, np.int64)
         if (sizes.sum(), counts.sum()) != (array.size, sizes.size):
             raise ValueError(
@@ -100,13 +100,13 @@ class TokenFileWriter:
             raise user_error("sequence-too-long", prefix=self.prefix, max=sizes.max())
         self._add(_cast_checked(array, self.dtype, self.prefix), sizes, np.cumsum(counts))
 
-    def add_dataset(self, data: IndexedDataset) -> None:
-        """Appends all sequences and documents of another pair of the same dtype."""
+    def add_dataset(self, data: TokenFile) -> None:
+        """Appends all sequences and documents of a token file of the same dtype."""
         if data.dtype != self.dtype:
             raise ValueError(f"{data.prefix} holds {data.dtype}, not {self.dtype}")
         nothing = np.zeros(0, np.int64)
         ends = data.document_index[1:]
-        # Document ends count from the pair's first sequence, so its sequences are added last.
+        # Document ends count from the file's first sequence, so its sequences are added last.
         for first in range(0, data.tokens.size, BLOCK_ITEMS):
             self._add(data.tokens[first : first + BLOCK_ITEMS], nothing, nothing)
         for first in range(0, len(ends), BLOCK_ITEMS):
@@ -211,7 +211,8 @@ def _cast_checked(tokens: Tokens, dtype: np.dtype[np.generic], prefix: str) -> T
     if tokens.dtype == dtype or tokens.size == 0:
         return tokens.astype(dtype, copy=False)
     limits = np.iinfo(dtype)  # type: ignore[type-var]
-    low, high = int(tokens.min()), int(tokens.max())  # type: ignore[type-var]
+    low = int(tokens.min())  # type: ignore[type-var]
+    high = int(tokens.max())  # type: ignore[type-var]
     if low < limits.min or high > limits.max:
         raise user_error("token-exceeds-dtype", prefix=prefix, low=low, high=high, dtype=dtype)
     return tokens.astype(dtype)

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds.config.checks import prefix_problems
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any, user_error
+from megatron_ds.config.problems import Problem, UserError, ignore, option, raise_if_any, user_error
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.token_files.indexed_writer import WriteCounts, pair_writer
+from megatron_ds.data.token_files.missing_pair import describe_other, other_format_problems
 from megatron_ds.data.token_files.tokenizer_metadata import merged_metadata
 
 
@@ -41,7 +42,8 @@ def prefixes_in(folder: str) -> list[str]:
     """The prefixes of all pairs of a folder, sorted by name.
 
     Raises:
-        UserError: If there is no such folder, no pair, or a file without its counterpart.
+        UserError: If there is no such folder, no pair, a file without its counterpart, or a file of
+            another format.
     """
     if not os.path.isdir(folder):
         raise user_error("folder-missing", folder=folder)
@@ -49,12 +51,16 @@ def prefixes_in(folder: str) -> list[str]:
     bins, indexes = (
         {path.stem for path in files if path.suffix == suffix} for suffix in (".bin", ".idx")
     )
+    for stem in sorted(bins - indexes):
+        if describe_other(os.path.join(folder, f"{stem}.bin")):
+            raise_if_any(other_format_problems(os.path.join(folder, f"{stem}.bin")))
     raise_if_any(
         Problem("incomplete-pair", folder=folder, stem=stem, suffix=suffix, missing=missing)
         for stem in sorted(bins ^ indexes)
         for suffix, missing in [(".bin", ".idx") if stem in bins else (".idx", ".bin")]
     )
     if not bins:
+        raise_if_any(other_format_problems(folder))
         raise user_error("folder-without-pairs", folder=folder)
     return [os.path.join(folder, stem) for stem in sorted(bins)]
 
@@ -62,7 +68,7 @@ def prefixes_in(folder: str) -> list[str]:
 def merge(
     prefixes: Sequence[str],
     output_prefix: str,
-    report: Callable[[MergeProgress], None] = lambda merged: None,
+    report: Callable[[MergeProgress], None] = ignore,
 ) -> MergeProgress:
     """Writes one pair with the documents of all, in the given order.
 

@@ -18,8 +18,8 @@ from megatron_ds.data.token_files.indexed_dataset import (
     DTYPE_CODES,
     VERSION,
     IndexedDataset,
-    Tokens,
 )
+from megatron_ds.data.token_files.token_file import TokenFile, Tokens
 from megatron_ds.fileio.atomic import sha256_of
 
 BLOCK_TOKENS = 1 << 22
@@ -90,14 +90,14 @@ class FirstDifference:
     token: int | None = None
 
 
-def document_starts(data: IndexedDataset) -> npt.NDArray[np.int64]:
+def document_starts(data: TokenFile) -> npt.NDArray[np.int64]:
     """Position in `data.tokens` at which each document begins, and the end, [documents + 1]."""
     ends = np.zeros(len(data) + 1, dtype=np.int64)
     np.cumsum(data.lengths, out=ends[1:])
     return ends[data.document_index]
 
 
-def document(data: IndexedDataset, index: int) -> Tokens:
+def document(data: TokenFile, index: int) -> Tokens:
     """All tokens of a document.
 
     Raises:
@@ -107,10 +107,10 @@ def document(data: IndexedDataset, index: int) -> Tokens:
     if not 0 <= index < count:
         raise user_error("no-such-document", prefix=data.prefix, number=index, count=count - 1)
     first, end = (int(at) for at in data.document_index[index : index + 2])
-    if first == end:
-        return data.tokens[:0]
-    begin = int(data.pointers[first]) // data.dtype.itemsize
-    return data.tokens[begin : begin + int(data.lengths[first:end].sum(dtype=np.int64))]
+    begin = int(data.pointers[first]) // data.dtype.itemsize if first < end else 0
+    size = int(data.lengths[first:end].sum(dtype=np.int64))
+    tokens: Tokens = data.tokens[begin : begin + size]
+    return tokens
 
 
 def summarize(data: IndexedDataset) -> Summary:
@@ -162,8 +162,11 @@ def check(
     """
     limit = vocab_size if vocab_size is not None else int(np.iinfo(np.int64).max)
     problems: list[Problem] = []
-    outside, first_outside = 0, -1
-    lows, highs, sha256 = [], [], hashlib.sha256()
+    outside = 0
+    first_outside = -1
+    lows = []
+    highs = []
+    sha256 = hashlib.sha256()
     for start in range(0, data.tokens.size, BLOCK_TOKENS):
         stored = data.tokens[start : start + BLOCK_TOKENS]
         sha256.update(stored.view(np.uint8).data)
@@ -206,13 +209,14 @@ def _count_eod_endings(data: IndexedDataset, eod: int) -> int:
     )
 
 
-def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
+def compare(left: TokenFile, right: TokenFile) -> FirstDifference:
     """Finds the first difference of two pairs in documents, tokens or sequence boundaries.
 
     The dtype of the tokens is not compared. Tokens are compared in blocks.
     """
     starts = document_starts(left)
-    left_sizes, right_sizes = np.diff(starts), np.diff(document_starts(right))
+    left_sizes = np.diff(starts)
+    right_sizes = np.diff(document_starts(right))
     documents = min(left_sizes.size, right_sizes.size)
     at = _first_mismatch(left_sizes, right_sizes)
     shorter = 0 if at is None else int(min(left_sizes[at], right_sizes[at]))
@@ -244,7 +248,7 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
     return _first_boundary_difference(left, right)
 
 
-def _first_boundary_difference(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
+def _first_boundary_difference(left: TokenFile, right: TokenFile) -> FirstDifference:
     """Compares the sequence boundaries of pairs with equal documents and tokens."""
     sequence = _first_mismatch(left.lengths, right.lengths)
     if sequence is None and len(left) == len(right):

@@ -52,7 +52,8 @@ class SafeCheckpointEngine(CheckpointEngine):
 
     def __init__(self, engine: Any, experts: ExpertFiles, *, saves_optimizer: bool = True) -> None:
         super().__init__()
-        self._saves_optimizer, self._experts = saves_optimizer, experts
+        self._saves_optimizer = saves_optimizer
+        self._experts = experts
         self.name = "CheckpointFiles"
         self._pending: dict[str, Any] = {}
         self._scripts: list[Path] = []
@@ -80,7 +81,8 @@ class SafeCheckpointEngine(CheckpointEngine):
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the save was interrupted: {error}") from error
         finally:
-            self._pending, self._scripts = {}, []
+            self._pending = {}
+            self._scripts = []
 
     def create(self, info: object) -> None:
         """Part of DeepSpeed's interface: needs no preparation."""
@@ -117,13 +119,14 @@ class DeepSpeedSnapshot:
         copied_bytes: Bytes of the states if they are a copy.
 
     Attributes:
-        states: As given.
+        states: The argument `states`.
     """
 
     def __init__(
         self, states: Mapping[str, Any], scripts: Sequence[Path] = (), copied_bytes: int = 0
     ) -> None:
-        self.states, self._scripts = states, scripts
+        self.states = states
+        self._scripts = scripts
         self.copied_bytes = copied_bytes
         self._is_cancelled = threading.Event()
 
@@ -201,22 +204,23 @@ class _HashingFile:
     """
 
     def __init__(self, file: FileIO, is_cancelled: threading.Event | None) -> None:
-        self._file, self._is_cancelled = file, is_cancelled
+        self._file = file
+        self._is_cancelled = is_cancelled
         self.digest = new_checksum()
         self.size = 0
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        rest = memoryview(data)
+        unwritten = memoryview(data)
         try:
-            while len(rest) > 0 and self.error is None:
+            while len(unwritten) > 0 and self.error is None:
                 if self._is_cancelled is not None and self._is_cancelled.is_set():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-                written = self._file.write(rest[:CHUNK])
-                self.digest.update(rest[:written])
+                written = self._file.write(unwritten[:CHUNK])
+                self.digest.update(unwritten[:written])
                 start_writeback(self._file, self.size, written)
                 self.size += written
-                rest = rest[written:]
+                unwritten = unwritten[written:]
         except OSError as error:
             self.error = error
         return len(data)

@@ -45,11 +45,12 @@ class ExpertFiles:
 
     def left_out(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state of DeepSpeed's without what is in the files of experts."""
-        module, optimizer = state.get("module"), state.get("optimizer")
+        module = state.get("module")
+        optimizer = state.get("optimizer")
         if not self._parameters or module is None:
             return state
-        kept = {name: value for name, value in module.items() if name not in self._parameters}
-        state = {**state, "module": kept}
+        replicated = {name: value for name, value in module.items() if name not in self._parameters}
+        state = {**state, "module": replicated}
         if optimizer is not None:
             experts = _states_of_experts(optimizer)
             others = {n: entry for n, entry in optimizer["state"].items() if n not in experts}
@@ -70,7 +71,7 @@ class ExpertFiles:
         """Add this rank's experts to a state of DeepSpeed's that was read.
 
         Args:
-            state: What `left_out` returned.
+            state: State that `left_out` returned.
             read: Reads a file of the same folder.
         """
         if not self._parameters or "module" not in state:

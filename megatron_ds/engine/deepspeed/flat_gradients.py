@@ -1,14 +1,15 @@
 """The fp32 gradients of DeepSpeed's bf16 optimizer of ZeRO stage 1, in the flat tensors it keeps.
 
-Owns how they are accumulated, summed over the replicas while the last backward pass of a step goes
-on, measured and clipped. DeepSpeed sums them after that pass, through a copy, and launches kernels
-for each parameter. Written for DeepSpeed 0.19.x, as `patches.py`.
+Owns how they are accumulated, all-reduced over the replicas during the last backward pass of a
+step, measured and clipped. DeepSpeed reduces them after that pass, through a copy, and launches
+kernels for each parameter. Written for DeepSpeed 0.19.x, as `patches.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -50,7 +51,8 @@ class FlatGradients:
     """
 
     def __init__(self, engine: Any, measure: Measure) -> None:
-        self._optimizer = optimizer = engine.optimizer
+        self._optimizer = engine.optimizer
+        optimizer = self._optimizer
         self._slices: list[_Slice] = []
         self._works: list[Any] = []
         """Messages of this step, in the order of the slices."""
@@ -61,13 +63,15 @@ class FlatGradients:
         """Whether a gradient is complete once it was added in each pass, as in the last step."""
         if not isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
             return
-        self._measure, self._step = measure, optimizer.step
+        self._measure = measure
+        self._step = optimizer.step
         parameters = chain.from_iterable(optimizer.bf16_groups)
         sums = chain.from_iterable(optimizer.fp32_groups_gradients)
         self._sums: dict[nn.Parameter, Tensor] = dict(zip(parameters, sums, strict=True))
-        optimizer._update_hp_grad, optimizer.step = self._accumulate, self._step_flat
+        optimizer._update_hp_grad = self._accumulate
+        optimizer.step = self._step_flat
         flats = optimizer.fp32_groups_gradients_flat
-        optimizer.clear_hp_grads = lambda: torch._foreach_zero_(flats)
+        optimizer.clear_hp_grads = partial(torch._foreach_zero_, flats)
         optimizer.update_lp_params = self._update_weights
         if dist.get_world_size(optimizer.dp_process_group) == 1 or _is_mean(engine):
             self._slices = sorted(_slices(engine), key=lambda part: part.place)
@@ -75,7 +79,8 @@ class FlatGradients:
 
     def begin_step(self, passes: int) -> None:
         """Begin a step with a number of backward passes."""
-        self._passes, self._added = passes, Counter()
+        self._passes = passes
+        self._added = Counter()
 
     def send(self, passes: int = 0, *, with_tied: bool = False) -> None:
         """Send slices, up to the first one that lacks gradients or has a tied parameter.
@@ -92,7 +97,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def _accumulate(self, parameter: nn.Parameter, *_: Any, **__: Any) -> None:
-        """Add the gradient of a backward pass. Its kernel reads bf16: there is no copy in fp32."""
+        """Add the gradient of a backward pass. The kernel reads bf16 and makes no copy in fp32."""
         if parameter.grad is None:
             return
         total = self._sums[parameter]
@@ -110,7 +115,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Wait for the sums of this step, and make them means."""
+        """Wait for the all-reduces of this step, and divide the sums by the number of ranks."""
         for work in self._works:
             work.wait()
         if self._works:
@@ -138,14 +143,16 @@ class FlatGradients:
     def _update_weights(self) -> None:
         """Round the master weights by one kernel, and gather them."""
         optimizer = self._optimizer
-        groups, parts = optimizer.real_dp_process_group, optimizer.bf16_partitioned_groups
+        groups = optimizer.real_dp_process_group
+        parts = optimizer.bf16_partitioned_groups
         slices = [part[dist.get_rank(group)] for part, group in zip(parts, groups, strict=True)]
         torch._foreach_copy_(slices, optimizer.fp32_groups_flat_partition)
         all_gather_into_tensor_dp_groups(optimizer.bf16_groups_flat, parts, groups)
 
 
 def _is_mean(engine: Any) -> bool:
-    """Whether an engine sums gradients in their own format and divides by the number of ranks."""
+    """Whether an engine reduces gradients in their own data type and divides by the number of
+    ranks."""
     is_same = engine.communication_data_type == engine.optimizer.grad_acc_dtype
     factors = engine.postscale_gradients(), engine.gradient_predivide_factor()
     return is_same and factors == (True, 1.0) and not engine.is_deepcompile_active()
@@ -153,12 +160,15 @@ def _is_mean(engine: Any) -> bool:
 
 def _slices(engine: Any) -> Iterator[_Slice]:
     """The slices of each flat tensor: as large as a reduction's bucket, or a little larger."""
-    optimizer, module = engine.optimizer, engine.module
+    optimizer = engine.optimizer
+    module = engine.module
     places = {weight: index for index, weight in enumerate(module.parameters())}
     tied = {weight for weight, _ in getattr(module, "get_tied_weights_and_groups", tuple)()}
-    flats, groups = optimizer.fp32_groups_gradients_flat, optimizer.real_dp_process_group
+    flats = optimizer.fp32_groups_gradients_flat
+    groups = optimizer.real_dp_process_group
     for flat, parameters, group in zip(flats, optimizer.bf16_groups, groups, strict=True):
-        end = start = sum(parameter.numel() for parameter in parameters)
+        end = sum(parameter.numel() for parameter in parameters)
+        start = end
         taken: list[nn.Parameter] = []
         for parameter in reversed(parameters) if dist.get_world_size(group) > 1 else ():
             start -= parameter.numel()
@@ -166,4 +176,5 @@ def _slices(engine: Any) -> Iterator[_Slice]:
             if end - start >= engine.zero_reduce_bucket_size() or start == 0:
                 order = not tied.isdisjoint(taken), -places[parameter]
                 yield _Slice(order, flat[start:end], group, taken)
-                end, taken = start, []
+                end = start
+                taken = []

@@ -34,7 +34,7 @@ class LossScale:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What steps change, by name; nothing of a static scale."""
+        """State that changes from step to step, by name; empty for a static scale."""
         names = STATE if self._scaler.dynamic else ()
         return {name: getattr(self._scaler, name) for name in names}
 

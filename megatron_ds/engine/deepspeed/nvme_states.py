@@ -40,10 +40,16 @@ def as_tensors(engine: Any) -> Iterator[None]:
         _load(optimizer, read_tensors(path, mmap=True)["optimizer_state_dict"])
         return True
 
+    def is_offloaded() -> bool:
+        return False
+
+    def state_dict() -> Any:
+        return _with_mapped_files(optimizer, original())
+
     original = optimizer.state_dict
-    engine.zero_nvme_offload_optimizer = lambda: False
+    engine.zero_nvme_offload_optimizer = is_offloaded
     engine._load_zero_checkpoint = load
-    optimizer.state_dict = lambda: _with_mapped_files(optimizer, original())
+    optimizer.state_dict = state_dict
     try:
         yield
     finally:
@@ -67,14 +73,16 @@ def align_gradients(optimizer: Any) -> None:
     split_ends = swapper._adjust_for_misaligned_lengths
 
     def split(tensors: list[Tensor], offsets: list[int]) -> tuple[list[Tensor], list[int]]:
-        parts, starts = [], []
+        parts = []
+        starts = []
         for tensor, offset in zip(tensors, offsets, strict=True):
             head = min(-offset % swapper.numel_alignment, len(tensor))
             parts += [tensor[:head], tensor[head:]]
             starts += [offset, offset + head]
-        kept = [index for index, part in enumerate(parts) if len(part)]
+        nonempty = [index for index, part in enumerate(parts) if len(part)]
         result: tuple[list[Tensor], list[int]] = split_ends(
-            tensors=[parts[index] for index in kept], offsets=[starts[index] for index in kept]
+            tensors=[parts[index] for index in nonempty],
+            offsets=[starts[index] for index in nonempty],
         )
         return result
 
@@ -151,7 +159,7 @@ def store(optimizer: Any, index: int, values: Tensor, state: Json) -> None:
 
     Args:
         optimizer: Optimizer of stage 3, which has loaded the names of the moments.
-        index: Of the flat tensor.
+        index: Index of the flat tensor.
         values: Master weights.
         state: Moments by name.
     """
@@ -165,7 +173,8 @@ def _write_files(optimizer: Any, master: Tensor, values: Tensor, state: Json) ->
     """Write the swap files of a flat tensor and let the swapper know its moments."""
     swapper = optimizer.optimizer_swapper
     info = swapper.swap_params_info[swapper.parameter_id(master)]
-    info.tensors, info.swapped_gradients = info.tensors[:1], {}
+    info.tensors = info.tensors[:1]
+    info.swapped_gradients = {}
     info.release_unswapped_gradients()
     moments = []
     for name, tensor in optimizer.optimizer.state[master].items():

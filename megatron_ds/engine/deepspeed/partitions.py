@@ -34,7 +34,7 @@ class FlatPartition:
     size: int
     """Elements on each data-parallel rank, padding included."""
     parameters: tuple[ParameterPlace, ...]
-    """In the order of their offsets."""
+    """Parameters of the partition, in the order of their offsets."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FlatPartition:
@@ -131,4 +131,4 @@ def _partitioned_parameters(engine: Any) -> _Places:
 
 
 _READERS = (_replicated, _partitioned_states, _partitioned_states, _partitioned_parameters)
-"""By ZeRO stage."""
+"""Readers of a rank's parameters and flat tensors, indexed by ZeRO stage."""

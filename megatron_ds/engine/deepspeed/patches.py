@@ -8,7 +8,7 @@ clipping in `zero.py`; `nvme_states.py` makes ordinary tensors of states on a di
 
 Private attributes of DeepSpeed are also read, without being replaced, in `deepspeed/partitions.py`,
 `deepspeed/checkpoint_io.py`, `deepspeed/nvme_states.py`, `states/resharding.py`,
-`optimizers/distributed_matrices.py`, `readback.py`, `pipeline.py` and `pipeline_module.py`.
+`optimizers/distributed_matrices.py`, `readback.py`, `pipeline.py` and `module.py`.
 
 Written for DeepSpeed 0.19.x. Read this file first when upgrading DeepSpeed: every function states
 which behaviour it changes and why, so that it can be removed once DeepSpeed behaves differently.
@@ -48,7 +48,8 @@ PARAMETERS_OF_A_MODULE = 2
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Within it, an attribute has another value, and afterwards it is again what it was."""
-    is_own, original = name in vars(owner), vars(owner).get(name)
+    is_own = name in vars(owner)
+    original = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
@@ -118,7 +119,8 @@ def check_every_copy(optimizer: Any, mesh: Mesh) -> None:
     """
     if not hasattr(optimizer, "get_grad_norm_direct"):
         return
-    direct, offloaded = "get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"
+    direct = "get_grad_norm_direct"
+    offloaded = "complete_grad_norm_calculation_for_cpu_offload"
     for method, with_copies in ((direct, _norm_with_copies), (offloaded, _offloaded_with_copies)):
         original = getattr(optimizer, method)
         setattr(optimizer, method, partial(with_copies, optimizer, mesh, original))
@@ -141,7 +143,7 @@ def _norm_with_copies(
     gradients: Sequence[torch.Tensor],
     parameters: Sequence[nn.Parameter],
 ) -> torch.Tensor:
-    """In place of get_grad_norm_direct: the norm of a group's gradients over all ranks."""
+    """Replaces `get_grad_norm_direct`: returns the norm of a group's gradients over all ranks."""
     values = [value for value in gradients if not getattr(value, "_zero_padding", False)]
     pairs = [*zip(values, parameters, strict=False)]  # as DeepSpeed pairs them
     counted = [(value, weight) for value, weight in pairs if is_counted(weight, mesh)]
@@ -162,8 +164,10 @@ def _offloaded_with_copies(
     norm_of: Callable[[list[nn.Parameter]], torch.Tensor],
     parameters: Sequence[nn.Parameter],
 ) -> torch.Tensor:
-    """In place of complete_grad_norm_calculation_for_cpu_offload, which has their norms."""
-    norms, key_of = optimizer.norm_for_param_grads, optimizer.get_param_id
+    """Replaces `complete_grad_norm_calculation_for_cpu_offload`, for which the optimizer has stored
+    the norm of each gradient."""
+    norms = optimizer.norm_for_param_grads
+    key_of = optimizer.get_param_id
     known = [weight for weight in parameters if key_of(weight) in norms]
     counted = [weight for weight in known if is_counted(weight, mesh)]
     copies = [weight for weight in known if not is_counted(weight, mesh)]
@@ -203,22 +207,23 @@ def set_hpz_group(dp: Group, size: int) -> dist.ProcessGroup | None:
 
 
 def reduce_norm_once(optimizer: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Make a ZeRO optimizer sum its gradient norm over the model-parallel ranks in one message.
+    """Make a ZeRO optimizer all-reduce its gradient norm over the model-parallel ranks once.
 
-    It sends one for each parameter group. Pipeline stages may have different numbers of groups, and
-    would wait for each other indefinitely.
+    DeepSpeed calls an all-reduce for each parameter group. Pipeline stages may have different
+    numbers of groups, and would wait for each other indefinitely.
 
     Args:
         optimizer: DeepSpeedZeroOptimizer; others are left as they are.
         group: Model-parallel group.
-        device: Device of the group's messages. The norm is on the host if states are offloaded.
+        device: Device of the group's collectives. The norm is on the host if states are offloaded.
     """
     if not hasattr(optimizer, "scaled_global_norm"):
         return
-    norm_of_groups, reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+    norm_of_groups = optimizer.scaled_global_norm
+    reduce = optimizer._model_parallel_all_reduce
 
     def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
-        optimizer._model_parallel_all_reduce = lambda *_, **__: None
+        optimizer._model_parallel_all_reduce = _do_nothing
         try:
             norm: torch.Tensor = norm_of_groups(norm_type)  # inf if it is not finite
         finally:
@@ -262,7 +267,8 @@ def literal_folder(folder: Path) -> Iterator[None]:
     DeepSpeed lists the files of a checkpoint by a pattern that begins with the folder. It would
     take the brackets for a part of the pattern, find no files, and fail.
     """
-    find, prefix = glob.glob, str(folder)
+    find = glob.glob
+    prefix = str(folder)
 
     def find_in_folder(pattern: str, **options: Any) -> list[str]:
         if pattern.startswith(prefix):
@@ -290,9 +296,17 @@ def require_precision(config: PrecisionConfig) -> None:
         return
     if not config.allow_fp16_on_cpu:
         raise user_error("fp16-not-supported", device=accelerator.device_name())
-    cls, supported = type(accelerator), accelerator.supported_dtypes()
-    cls.is_fp16_supported = lambda self: True
-    cls.supported_dtypes = lambda self: [*supported, torch.half]
+    cls = type(accelerator)
+    supported = accelerator.supported_dtypes()
+
+    def is_fp16_supported(accelerator: object) -> bool:
+        return True
+
+    def supported_dtypes(accelerator: object) -> list[torch.dtype]:
+        return [*supported, torch.half]
+
+    cls.is_fp16_supported = is_fp16_supported
+    cls.supported_dtypes = supported_dtypes
 
 
 def replace_checkpoint_engine(
@@ -307,8 +321,12 @@ def replace_checkpoint_engine(
             checkpoints, in the middle of a collective save, where an exception on one rank would
             leave its peer ranks waiting, and all would wait for the disk.
     """
+
+    def copy_recovery_script(folder: str) -> None:
+        on_script()
+
     engine.checkpoint_engine = checkpoint_engine
-    engine._copy_recovery_script = lambda folder: on_script()
+    engine._copy_recovery_script = copy_recovery_script
 
 
 def replace_pipeline_grid(grid: object) -> AbstractContextManager[None]:
@@ -401,16 +419,24 @@ def skip_step_if(optimizer: Any, exceeds: Callable[[Any], bool]) -> Iterator[Non
             decisions.append(exceeds(norm / getattr(optimizer, "loss_scale", 1.0)))
         return decisions[0]
 
+    def update_scale_unless_exceeded(overflow: bool) -> None:
+        assert update_scale is not None
+        update_scale(overflow and not any(decisions))
+
     with ExitStack() as stack:
         for module in (stage_1_and_2, stage3, bf16_optimizer):
             stack.enter_context(replaced(module, "is_invalid_grad_norm", is_invalid))
         if update_scale is not None:
             stack.callback(delattr, optimizer, "_update_scale")
-            optimizer._update_scale = lambda overflow: update_scale(overflow and not any(decisions))
+            optimizer._update_scale = update_scale_unless_exceeded
         yield
 
 
 # Cost and noise: work of DeepSpeed that has no effect here.
+
+
+def _do_nothing(*args: object, **kwargs: object) -> None:
+    pass
 
 
 def silence_memory_reports() -> None:
@@ -418,7 +444,7 @@ def silence_memory_reports() -> None:
 
     The banner has these figures; the optimizer also collects garbage for each of them.
     """
-    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
+    bf16_optimizer.see_memory_usage = _do_nothing
 
 
 def import_muon_without_compile() -> None:

@@ -1,4 +1,5 @@
-"""The messages between pipeline stages: in a process group of their own, both directions at once.
+"""Sends and receives between pipeline stages, in a process group of their own, both directions at
+once.
 
 DeepSpeed sends each by itself in the group of all processes, where it waits for their collectives,
 and blocks the device until the other stage receives it.
@@ -30,10 +31,12 @@ class StageMessages:
     """
 
     def __init__(self, mesh: Mesh, *, are_batched: bool) -> None:
-        self._pp, self._group, self._are_batched = mesh.pp, mesh.p2p.handle, are_batched
+        self._pp = mesh.pp
+        self._group = mesh.p2p.handle
+        self._are_batched = are_batched
         self._queue: list[dist.P2POp] = []
         self._works: list[dist.Work] = []
-        """Handles of messages that have been started."""
+        """Handles of started sends and receives."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -54,7 +57,8 @@ class StageMessages:
             self.exchange(wait=True)
 
     def exchange(self, *, wait: bool = False) -> None:
-        """Start the queued messages, and wait for all if any is received, or on request."""
+        """Start the queued sends and receives; wait for all of them if one is a receive, or if
+        `wait`."""
         wait |= any(message.op is dist.irecv for message in self._queue)
         if self._queue:
             self._works += dist.batch_isend_irecv(self._queue)

@@ -1,6 +1,7 @@
 """Describes the keys of DeepSpeed files, and the origins of a run's values.
 
-The descriptions are in descriptions.toml. Does not import deepspeed.
+The descriptions are in descriptions.toml, and for further keys of the optimizers in the help of
+their options. Does not import deepspeed.
 """
 
 from __future__ import annotations
@@ -9,25 +10,49 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.config import Config, flag_of
+from megatron_ds.config import Config, OptimizerConfig, flag_of
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.options.deepspeed_file import Json, get, leaves
+from megatron_ds.config.deepspeed_file import Json, get, leaves
+from megatron_ds.config.field_help import option_help
+from megatron_ds.config.options.optimizer_specs import SPECS
 from megatron_ds.config.problems import user_error, with_flags
 from megatron_ds.engine.ds_config import keys
-from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
+from megatron_ds.engine.ds_config.fields import MAPPINGS, as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.file import did_you_mean
 from megatron_ds.engine.ds_config.generate import value_origins
 from megatron_ds.engine.ds_config.values import KINDS
 
 TABLES = read_table(__file__, "descriptions.toml")
-DESCRIPTIONS: dict[str, str] = TABLES["keys"]
-"""Description of each supported key."""
+PARAMS = "optimizer.params"
+FIELDS = {
+    f"{PARAMS}.{key}": param
+    for spec in SPECS
+    for key, param in spec.params.items()
+    if isinstance(param, str) and f"{PARAMS}.{key}" not in {key for key, *_ in MAPPINGS}
+}
+"""Generated keys that files cannot set -> field."""
 DERIVED: dict[str, str] = TABLES["derived"]
 """Key -> what its value follows from if nothing gives it."""
-FIELDS: dict[str, str] = TABLES["flags"]
-"""Generated keys that files cannot set -> field."""
 TYPES: dict[str, str] = TABLES["types"]
 """Name of a kind of value -> its description."""
+
+
+def _described() -> dict[str, str]:
+    """The descriptions of the table, with the help of the options of keys that it lacks."""
+    table: dict[str, str] = TABLES["keys"]
+    helps = {
+        key: option_help(OptimizerConfig, field)
+        for key, field in FIELDS.items()
+        if key not in table
+    }
+    end = max(index for index, key in enumerate(table) if key.startswith(f"{PARAMS}."))
+    items = list(table.items())
+    further = [(key, f"{text[0].upper()}{text[1:]}.") for key, text in helps.items()]
+    return dict(items[: end + 1] + further + items[end + 1 :])
+
+
+DESCRIPTIONS = _described()
+"""Description of each supported key."""
 
 
 @dataclass(frozen=True)

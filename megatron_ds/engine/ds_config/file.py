@@ -17,7 +17,7 @@ from typing import Any
 import hjson
 from hjson.decoder import HjsonDecodeError, scanKeyName
 
-from megatron_ds.config.options.deepspeed_file import (
+from megatron_ds.config.deepspeed_file import (
     DeepSpeedFile,
     Json,
     get,
@@ -26,11 +26,23 @@ from megatron_ds.config.options.deepspeed_file import (
     pop,
     put,
 )
+from megatron_ds.config.file_syntax import is_block_yaml, other_syntax
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_config import keys as ds_keys
 from megatron_ds.engine.ds_config.schedules import DECAY_MAX_LR
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_object
 
+RUN_KEYS = {
+    f"{first}{joint}{second}"
+    for first, second in (
+        ("num", "layers"),
+        ("hidden", "size"),
+        ("data", "path"),
+        ("seq", "length"),
+    )
+    for joint in "-_"
+}
+"""Settings of every run, which DeepSpeed's files do not have."""
 LITERAL = r"(?:true|false|null|-?\d[-+.\w]*)"
 COMMENT = r"\#[^\n]* | //[^\n]* | /\*.*?\*/"
 TOKEN = re.compile(
@@ -71,7 +83,10 @@ def parse_file(path: str) -> DeepSpeedFile:
         try:
             values = json.loads(text, object_pairs_hook=_without_duplicates)
         except json.JSONDecodeError:
+            _check_syntax(path, text)
             values = hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except UserError:
+        raise
     except HjsonDecodeError as error:
         reason = str(error).rpartition(": line ")[0]
         reason = reason.replace("Bad key name (eof)", "the end of an object is missing")
@@ -84,7 +99,19 @@ def parse_file(path: str) -> DeepSpeedFile:
         raise _unreadable(path, error) from error
     if not isinstance(values, dict):
         raise _unreadable(path, "not a JSON object")
+    if (key := next((key for key in values if key in RUN_KEYS), None)) is not None:
+        raise user_error("ds-config-has-flags", path=path, key=key)
     return DeepSpeedFile(path, values, _key_lines(text))
+
+
+def _check_syntax(path: str, text: str) -> None:
+    """
+    Raises:
+        UserError: If a text is in TOML, Python or YAML, which Hjson reads as something else.
+    """
+    syntax = other_syntax(path, text) or ("YAML" if is_block_yaml(path, text) else "")
+    if syntax:
+        raise user_error("ds-config-of-other-syntax", path=path, syntax=syntax)
 
 
 def normalize(file: DeepSpeedFile) -> None:
@@ -118,7 +145,8 @@ def _drop_inactive_curriculum(file: DeepSpeedFile) -> None:
 
 def _normalize_blocks(file: DeepSpeedFile) -> None:
     """Drop blocks that are null or not objects, so that the rest is readable."""
-    values, zero = file.values, file.values.get("zero_optimization")
+    values = file.values
+    zero = file.values.get("zero_optimization")
     if isinstance(zero, bool):
         values["zero_optimization"] = {"stage": int(zero)}
         _warn_translated(file, "zero_optimization", f'{{"stage": {int(zero)}}}')
@@ -137,7 +165,8 @@ def _translate_old_keys(file: DeepSpeedFile) -> None:
     for old, new in ds_keys.RENAMED.items():
         if has(values, old):
             _replace_key(file, old, new, pop(values, old))
-    pin, is_pin_used = pop(values, ds_keys.OLD_PIN_KEY), False
+    pin = pop(values, ds_keys.OLD_PIN_KEY)
+    is_pin_used = False
     for old, (new, replacement) in ds_keys.OLD_SWITCHES.items():
         value = get(values, old)
         if value is not None and _check_value(file, old, as_bool, value):
@@ -207,7 +236,8 @@ def _check_keys_and_values(file: DeepSpeedFile) -> None:
 
 def _drop_rate_of_optimizer(file: DeepSpeedFile) -> None:
     """A warm-up of DeepSpeed replaces the learning rate of the optimizer."""
-    key, peak = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
+    key = "optimizer.params.lr"
+    peak = "scheduler.params.warmup_max_lr"
     value = file.get(peak)
     if file.get("scheduler.type") == "WarmupDecayLR" and not has(file.values, peak):
         value = DECAY_MAX_LR
@@ -273,7 +303,10 @@ def _key_lines(text: str) -> dict[str, int]:
     """Line of every dotted key in valid Hjson, without keys inside lists."""
     lines: dict[str, int] = {}
     stack: list[str | None] = []  # the key of each open object; None for a list
-    key, line, last, last_line = "", 1, "", 1
+    key = ""
+    line = 1
+    last = ""
+    last_line = 1
     for match in TOKEN.finditer(text):
         token = match.group()
         if token == "{":
@@ -287,7 +320,8 @@ def _key_lines(text: str) -> dict[str, int]:
                 key = scanKeyName(f"{last}:", 0)[0]
                 lines[".".join([*(name for name in stack if name), key])] = last_line
         elif token not in (",", "\n") and not token.startswith(("#", "//", "/*")):
-            last, last_line = token, line
+            last = token
+            last_line = line
         line += token.count("\n")
     return lines
 

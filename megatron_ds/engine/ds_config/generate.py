@@ -13,9 +13,10 @@ from importlib.metadata import version
 from typing import Any
 
 from megatron_ds.config import Config, PrecisionConfig, flag_of
+from megatron_ds.config.deepspeed_file import Json, leaves
 from megatron_ds.config.devices import HOST, is_host
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.options.deepspeed_file import Json, leaves
+from megatron_ds.config.options.optimizer_specs import ADAM, MOMENT_TYPES, Computed
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.fields import MAPPINGS, as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.keys import PASSED_KEYS, TABLES
@@ -27,7 +28,7 @@ from megatron_ds.engine.optimizers.adam_kernels import (
     select_adam_kernel,
 )
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, FUSED_ADAM, CppOp
-from megatron_ds.model.spec.architecture import run_spec
+from megatron_ds.model.declaration.architecture import run_spec
 
 TOP_DEFAULTS: Json = TABLES["generated"]["top"]
 """Top-level keys of every run, unless the file has them."""
@@ -57,9 +58,6 @@ ZERO3_DEFAULTS: Json = TABLES["generated"]["zero3"]
 PIPELINE_BLOCK: Json = TABLES["generated"]["pipeline"]
 """The stages recompute their activations themselves, and send full hidden states."""
 
-MATRIX_FIELDS: dict[str, dict[str, str]] = {n: TABLES["generated"][n] for n in ("muon", "soap")}
-"""Parameters of optimizers of full matrices, and the fields with their values."""
-
 PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
 """Keys of `zero_optimization` that decide where in the optimizer's flat tensors a parameter is."""
 
@@ -80,7 +78,7 @@ def build_ds_config(
     user: Json = {} if file is None else file.values
     micro = config.schedule.micro_batch_size
     total = config.final_global_batch_size(dp_size)
-    slices = config.parallel.ds_sequence_parallel_size
+    slices = config.parallel.sequence_ranks
     ranks = dp_size * slices
     precision = config.precision
     fp32_accumulation = precision.name == "fp32" or precision.accumulate_allreduce_grads_in_fp32
@@ -93,7 +91,7 @@ def build_ds_config(
         "gradient_accumulation_steps": total // (micro * dp_size),
         "gradient_clipping": config.optimizer.clip_grad,
         **copy.deepcopy(TOP_DEFAULTS),
-        "zero_force_ds_cpu_optimizer": config.optimizer.optimizer == "adam"
+        "zero_force_ds_cpu_optimizer": config.optimizer.spec.name == ADAM.name
         and not config.optimizer.moment_dtypes,
         "communication_data_type": accumulation,
         "data_types": {"grad_accum_dtype": accumulation},
@@ -166,7 +164,8 @@ def is_read_at(key: str, stage: int) -> bool:
 
 def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
     """The values of PARTITION_KEYS in effect: neutral ones for those that the stage ignores."""
-    stage, zero = config.zero_stage, build_ds_config(config, dp_size)["zero_optimization"]
+    stage = config.zero_stage
+    zero = build_ds_config(config, dp_size)["zero_optimization"]
     in_order = {
         key: stage in (1, 2) and bool(zero.get(key, False))
         for key in ("round_robin_gradients", "parameter_alignment")
@@ -179,7 +178,8 @@ def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
 
 def cpp_ops(ds_config: Json) -> list[CppOp]:
     """DeepSpeed's C++ ops that an engine of a generated configuration uses."""
-    zero, optimizer = ds_config["zero_optimization"], ds_config["optimizer"]
+    zero = ds_config["zero_optimization"]
+    optimizer = ds_config["optimizer"]
     ops = []
     if optimizer["type"] == "AdamW" and not optimizer["params"]["torch_adam"]:
         ops.append(CPU_ADAM if "offload_optimizer" in zero else FUSED_ADAM)
@@ -292,22 +292,25 @@ def bucket_warnings(config: Config) -> Iterator[Problem]:
     Args:
         config: Configuration whose vocabulary size is known.
     """
-    file, key = config.deepspeed_file, "zero_optimization.reduce_bucket_size"
+    file = config.deepspeed_file
+    key = "zero_optimization.reduce_bucket_size"
     if file is None or config.zero_stage != 2 or not file.get("zero_optimization.overlap_comm"):
         return
-    bucket, largest = file.get(key), _largest_parameter(config)
+    bucket = file.get(key)
+    largest = _largest_parameter(config)
     if bucket is not None and bucket < largest:
         yield file.at(key, Problem("ds-bucket-too-small", bucket=bucket, largest=largest))
 
 
 def swap_buffer_problems(config: Config, dp_size: int) -> Iterator[Problem]:
-    """Buffers of the file that do not hold what is swapped, with which DeepSpeed fails later.
+    """Swap buffers in the file that are too small; DeepSpeed would fail later.
 
     Args:
         config: Complete configuration whose vocabulary size is known.
         dp_size: Data-parallel size.
     """
-    file, ranks = config.deepspeed_file, dp_size * config.parallel.ds_sequence_parallel_size
+    file = config.deepspeed_file
+    ranks = dp_size * config.parallel.sequence_ranks
     if file is None:
         return
     for name, key, device in (
@@ -350,30 +353,19 @@ def _largest_parameter(config: Config) -> int:
 
 def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> Json:
     options = config.optimizer
+    spec = options.spec
     params: Json = {"lr": options.lr, "weight_decay": options.weight_decay}
-    if options.optimizer == "sgd":
-        return {"type": "SGD", "params": params | {"momentum": options.sgd_momentum}}
-    if options.optimizer == "lion":
-        params |= {"betas": [options.lion_beta1, options.lion_beta2]}
-        if options.moment_dtypes:
-            params["exp_avg_dtype"] = options.exp_avg_dtype
-        return {"type": "megatron_ds.Lion", "params": params}
+    for key, param in spec.params.items():
+        if param is Computed.FUSED:
+            params[key] = is_available(AdamKernel.TORCH_FUSED)
+        elif isinstance(param, tuple):
+            params[key] = [getattr(options, name) for name in param]
+        elif param not in MOMENT_TYPES or options.moment_dtypes:
+            params[key] = None if param is None else getattr(options, param)
+    if not spec.has_kernels or options.moment_dtypes:
+        return {"type": spec.type, "params": params}
     kernel = adam_kernel(config, user, is_available)
-    params |= {"betas": [options.adam_beta1, options.adam_beta2], "eps": options.adam_eps}
-    if options.has_8_bit_moments:
-        return {"type": "bitsandbytes.AdamW8bit", "params": params}
-    params |= options.moment_dtypes
-    if options.optimizer == "adam" and options.moment_dtypes:
-        params["fused"] = is_available(AdamKernel.TORCH_FUSED)
-        return {"type": "megatron_ds.AdamW", "params": params}
-    if options.matrix_states:
-        fields = MATRIX_FIELDS[options.optimizer]
-        params |= {key: getattr(options, name) for key, name in fields.items()}
-        params["fused"] = is_available(AdamKernel.TORCH_FUSED)
-        if options.optimizer == "soap":
-            return {"type": "megatron_ds.SOAP", "params": params}
-        params["neuron_beta"] = options.normuon_beta2 if options.normuon else None
-        return {"type": "megatron_ds.Muon", "params": params}
+    params.pop("fused")
     params["torch_adam"] = kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)
     if params["torch_adam"]:
         params["fused"] = kernel is AdamKernel.TORCH_FUSED

@@ -1,4 +1,4 @@
-"""What absent keys of DeepSpeed files meant, version by version.
+"""Defaults of absent keys of DeepSpeed files, version by version.
 
 The facts are in history.toml. Does not know what becomes of a file: see `migrate`.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, get, has
+from megatron_ds.config.deepspeed_file import DeepSpeedFile, get, has
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config.keys import VERSION
 
@@ -31,8 +31,8 @@ class FormerDefault:
     Attributes:
         key: Dotted name, or a description of what has no key.
         values: Default by the first version that has it, in order.
-        here: What megatron_ds uses if neither the file nor a flag has the key.
-        effect: What differs.
+        here: Value that megatron_ds uses if neither the file nor a flag has the key.
+        effect: Effect of the difference.
         when: Conditions on a file, all of which hold if the default concerns it.
         keep: Whether a migration writes the former default.
         flag: Flag that restores it, for what has no key.

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config, flag_of, support_matrix
+from megatron_ds.config.deepspeed_file import DeepSpeedFile, get
 from megatron_ds.config.fields import exclusive_problem, in_effect
-from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, get
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, ignore, option
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config import schedules as ds_schedules
 from megatron_ds.engine.ds_config.fields import MAPPINGS, as_flag, field_value, mappings
@@ -36,7 +36,7 @@ NUMBER_OF_CHECKPOINTS = "activation_checkpointing.number_checkpoints"
 
 
 def merge_file(
-    config: Config, world_size: int, warn: Warn = lambda _: None
+    config: Config, world_size: int, warn: Warn = ignore
 ) -> tuple[Config, list[Problem]]:
     """Fill the configuration from its DeepSpeed file, if it has one.
 
@@ -86,7 +86,9 @@ class _ConfigMerger:
     """Carries keys of a file into a configuration, one at a time."""
 
     def __init__(self, config: Config, file: DeepSpeedFile, warn: Warn) -> None:
-        self._config, self._file, self._warn = config, file, warn
+        self._config = config
+        self._file = file
+        self._warn = warn
         self._values: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
         self.problems: list[Problem] = []
@@ -135,7 +137,8 @@ class _ConfigMerger:
 
     def set_fields(self, values: ds_schedules.FieldValues, problems: Iterator[Problem]) -> str:
         """Set the fields of a block, and return their flags; "" if there is any problem."""
-        before, flags = len(self.problems), []
+        before = len(self.problems)
+        flags = []
         self.problems += problems
         for key, name, value in values:
             self.set_field(key, name, value)
@@ -145,7 +148,8 @@ class _ConfigMerger:
     def merge_accumulation(self, world_size: int) -> None:
         """Check gradient_accumulation_steps, or compute the global batch size from it."""
         key = "gradient_accumulation_steps"
-        steps, config = self._file.get(key), self.filled()
+        steps = self._file.get(key)
+        config = self.filled()
         if steps is None:
             return
         if steps < 1:
@@ -174,7 +178,8 @@ class _ConfigMerger:
     def merge_scheduler(self, world_size: int) -> None:
         """Set the fields of the learning rate's schedule from its block."""
         config = self.filled()
-        micro, parallel = config.schedule.micro_batch_size, config.parallel
+        micro = config.schedule.micro_batch_size
+        parallel = config.parallel
         model_sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         fields: ds_schedules.FieldValues = iter(())
         if min(micro, *model_sizes) > 0:  # else reported by the checks of these fields
@@ -189,7 +194,8 @@ class _ConfigMerger:
 
     def merge_curriculum(self) -> None:
         """Set the fields of the sequence-length curriculum from its block."""
-        file, block = self._file, ds_schedules.CURRICULUM
+        file = self._file
+        block = ds_schedules.CURRICULUM
         flags = self.set_fields(
             ds_schedules.curriculum_fields(file), ds_schedules.curriculum_problems(file)
         )
@@ -207,7 +213,8 @@ def _without_loss_scaling(config: Config, file: DeepSpeedFile, warn: Warn) -> Co
     keys = [row for row in MAPPINGS if row[0].startswith("fp16.") and row[1] != "fp16"]
     dropped: dict[str, Any] = {}
     for key, name, convert in keys if file.get("fp16") else ():
-        default, value = field_value(Config(), name), file.get(key)
+        default = field_value(Config(), name)
+        value = file.get(key)
         with suppress(ValueError, OverflowError):  # reported by the merger
             default = default if value is None else convert(value)
         is_left = value is None and get(file.values, key) is not None
@@ -223,7 +230,9 @@ def _without_loss_scaling(config: Config, file: DeepSpeedFile, warn: Warn) -> Co
 
 def _warn_of_stage_0(config: Config, warn: Warn) -> None:
     """Warn of a ZeRO stage 0 that runs as stage 1."""
-    file, key, stage = config.deepspeed_file, "zero_optimization.stage", config.deepspeed.zero_stage
+    file = config.deepspeed_file
+    key = "zero_optimization.stage"
+    stage = config.deepspeed.zero_stage
     if stage == 0 != config.zero_stage:
         precision = flag_of(config.precision.name)
         problem = Problem("zero0-in-half-precision", precision=precision)
@@ -232,7 +241,8 @@ def _warn_of_stage_0(config: Config, warn: Warn) -> None:
 
 
 def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
-    name, params = str(file.get("optimizer.type")).lower(), "optimizer.params"
+    name = str(file.get("optimizer.type")).lower()
+    params = "optimizer.params"
     is_offloaded = config.deepspeed.optimizer_offload != "none"
     if name.endswith("cpuadam") and not is_offloaded:
         yield Problem("ds-cpu-adam-without-offload", describe=file.describe("optimizer.type"))
@@ -254,7 +264,8 @@ def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
         block = file.get(key)
         if block is not None and block.get("device") is None:
             yield file.invalid(key, 'needs a device: "cpu", "nvme" or "none"')
-    stage, key = config.zero_stage, "zero_optimization.memory_efficient_linear"
+    stage = config.zero_stage
+    key = "zero_optimization.memory_efficient_linear"
     if stage == 3 and config.runtime.compile and file.get(key) and not compiles_efficient_linear():
         reason = f"the installed torch compiles it wrongly: remove it or {option('compile')}"
         yield file.invalid(key, reason, "compile")
@@ -302,7 +313,8 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
 
 def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     key = NUMBER_OF_CHECKPOINTS
-    layers, per_chunk = config.model.num_layers, config.recompute.checkpoint_num_layers
+    layers = config.model.num_layers
+    per_chunk = config.recompute.checkpoint_num_layers
     if file.get(key) is None or not config.recompute.is_by_deepspeed:
         return
     if not layers or per_chunk <= 0:
@@ -318,21 +330,22 @@ def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator
 def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
     """Find combinations that the pinned DeepSpeed computes wrongly or does not support."""
     yield from support_matrix.problems(config)
-    precision, deepspeed = config.precision, config.deepspeed
+    precision = config.precision
+    deepspeed = config.deepspeed
     device = deepspeed.param_offload
     if deepspeed.uses_nvme and deepspeed.nvme_path is None:
         yield Problem("nvme-path-missing")
     if device == "nvme" and deepspeed.optimizer_offload == "none":
         yield Problem("nvme-parameters-without-offloaded-optimizer")
     is_partial = in_effect(deepspeed).optimizer_offload_fraction < 1
-    if config.optimizer.optimizer != "adam" and is_partial:
+    spec = config.optimizer.spec
+    if "partial-offload-of-other-optimizer" in spec.excludes and is_partial:
         yield Problem("partial-offload-of-other-optimizer", settings=config.optimizer)
-    if config.optimizer.has_8_bit_moments:
-        layout = support_matrix.layout_of(config)
-        for axis in ("offload", "pp", "sp", "experts"):
-            if layout[axis] != support_matrix.AXES[axis].default:
-                words = support_matrix.AXES[axis].flags_text(layout[axis])
-                yield Problem("8-bit-adam-layout", "use_bnb_optimizer", layout=words)
+    layout = support_matrix.layout_of(config) if spec.excluded_axes else {}
+    for axis in spec.excluded_axes:
+        if layout[axis] != support_matrix.AXES[axis].default:
+            words = support_matrix.AXES[axis].flags_text(layout[axis])
+            yield Problem("8-bit-adam-layout", spec.switch, layout=words)
     yield from _step_problems(config)
     dp_size = config.parallel.data_parallel_size(world_size)
     if dp_size and dp_size % max(1, in_effect(deepspeed).zero_hpz_partition_size):
@@ -344,7 +357,8 @@ def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
 
 def _step_problems(config: Config) -> Iterator[Problem]:
     """Find options of a step that DeepSpeed or another package would not take as they are."""
-    options, file = in_effect(config.optimizer), config.deepspeed_file
+    options = in_effect(config.optimizer)
+    file = config.deepspeed_file
     reasons = {
         "use_bnb_optimizer": options.use_bnb_optimizer,
         "nvme_optimizer": config.deepspeed.optimizer_offload == "nvme",

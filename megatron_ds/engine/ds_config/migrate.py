@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ds.config import Config
-from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, Json, get, leaves, pop, put
+from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json, get, leaves, pop, put
 from megatron_ds.config.problems import Problem, UserError, with_flags
 from megatron_ds.engine.ds_config import history, schedules
 from megatron_ds.engine.ds_config.fields import as_flag
@@ -20,7 +20,8 @@ from megatron_ds.engine.ds_config.file import normalize, parse_file, unknown_key
 from megatron_ds.engine.ds_config.keys import VERSION
 from megatron_ds.engine.ds_config.values import as_optimizer
 
-UNSUPPORTED, UNKNOWN = "ds-key-unsupported", "ds-key-unknown"
+UNSUPPORTED = "ds-key-unsupported"
+UNKNOWN = "ds-key-unknown"
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Meaning:
     Attributes:
         key: Dotted name, or a description of what has no key.
         then: The default of the file's version.
-        now: What megatron_ds uses without the key.
+        now: Value that megatron_ds uses without the key.
         since: Version of DeepSpeed since which it is so; "" if it is in megatron_ds alone.
-        effect: What differs.
+        effect: Effect of the difference.
         is_written: Whether the migrated file has the former default.
         flag: Flag that restores it, for what has no key.
     """
@@ -200,7 +201,8 @@ def text(migration: Migration, path: str) -> str:
 
 
 def _line(meaning: Meaning) -> str:
-    then, now = _shown(meaning.then), _shown(meaning.now)
+    then = _shown(meaning.then)
+    now = _shown(meaning.now)
     owner = f"DeepSpeed since {meaning.since}" if meaning.since else "megatron_ds"
     end = f"; {meaning.flag} {then} restores it" if meaning.flag else ""
     end = f"; written as {then}" if meaning.is_written else end

@@ -28,9 +28,9 @@ class PassedKey:
     Attributes:
         key: Dotted name.
         builder: DeepSpeed's builder of the operation that it needs.
-        effect: What it does, for the documentation and the warning of a run.
+        effect: Description of its effect, for the documentation and the warning of a run.
         is_approximation: Whether a run with it differs from one process by more than rounding.
-        values: By axis the values with which it is passed on; of other axes only the default.
+        values: Values with which it is passed on, by axis; other axes must have their default.
     """
 
     key: str
@@ -49,7 +49,7 @@ class PassedKey:
 
 
 PASSED = tuple(PassedKey(**entry) for entry in TABLES["passed_on"])
-"""In the order of the documentation."""
+"""Keys that are passed on to DeepSpeed, in the order of the documentation."""
 
 
 def find(config: Config) -> list[PassedKey]:
@@ -68,7 +68,8 @@ def find(config: Config) -> list[PassedKey]:
 
 def problems(config: Config) -> Iterator[Problem]:
     """Settings with which the keys of a complete configuration are not passed on."""
-    layout, file = support_matrix.layout_of(config), config.deepspeed_file
+    layout = support_matrix.layout_of(config)
+    file = config.deepspeed_file
     if file is None:
         return
     passed = find(config)

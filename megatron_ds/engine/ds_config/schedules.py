@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, get, has
+from megatron_ds.config.deepspeed_file import DeepSpeedFile, get, has
 from megatron_ds.config.problems import Problem, option
 
 TABLES = read_table(__file__)
@@ -58,24 +58,37 @@ def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> Fi
     by_samples = config.schedule.train_samples is not None
     per_step, unit = (batch_size, "samples") if by_samples else (1, "iters")
     yield "scheduler.type", "lr_decay_style", TRANSLATED[scheduler]
-    is_warming, block = config.schedule.has_warmup, "scheduler.params"
+    is_warming = config.schedule.has_warmup
+    block = "scheduler.params"
     lr = 0.0 if math.isnan(config.optimizer.lr) else config.optimizer.lr
+
+    def as_rate(ratio: Any) -> float:
+        return float(ratio) * lr
+
+    def as_length(steps: Any) -> int:
+        return int(steps) * per_step
+
+    def as_warmup(steps: Any) -> int:
+        # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
+        return max(2, int(steps)) * per_step
+
     conversions: dict[str, Callable[[Any], float]] = {
         "rate": float,
-        "ratio": lambda ratio: float(ratio) * lr,
-        "steps": lambda steps: int(steps) * per_step,
-        # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
-        "warmup": lambda steps: max(2, int(steps)) * per_step,
+        "ratio": as_rate,
+        "steps": as_length,
+        "warmup": as_warmup,
     }
     for name, stem, rule, *default in TABLES[scheduler]:
-        key, value = f"{block}.{name}", file.get(f"{block}.{name}")
+        key = f"{block}.{name}"
+        value = file.get(f"{block}.{name}")
         field = stem.format(unit=unit)
         has_default = default and not (rule == "warmup" and is_warming)
         if value is not None:
             yield key, field, conversions[rule](value)
         elif has_default and not has(file.values, key) and field not in config.given:
             yield "scheduler.type", field, conversions[rule](*default)
-    style, steps = f"{block}.warmup_type", f"{block}.warmup_num_steps"
+    style = f"{block}.warmup_type"
+    steps = f"{block}.warmup_num_steps"
     has_steps = is_warming or get(file.values, steps) != "auto"
     if has_steps and (file.get(style) or "lr_warmup_style" not in config.given):
         origin = style if file.get(style) else "scheduler.type"
@@ -84,7 +97,8 @@ def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> Fi
 
 def scheduler_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     """Find out why a scheduler block cannot be translated, and which flags replace it."""
-    scheduler, key = file.get("scheduler.type"), "scheduler.type"
+    scheduler = file.get("scheduler.type")
+    key = "scheduler.type"
     if scheduler is None:
         return  # DeepSpeed has no schedule then
     if scheduler not in TRANSLATED:
@@ -136,7 +150,8 @@ def curriculum_problems(file: DeepSpeedFile) -> Iterator[Problem]:
         yield _incomplete(file, key)
     if missing:
         return
-    end, step = int(file.get(LENGTHS[1])), int(file.get(STEP))
+    end = int(file.get(LENGTHS[1]))
+    step = int(file.get(STEP))
     if step > 0 and end % step:
         reason = (
             f"not a multiple of difficulty_step {step}; DeepSpeed stops at {end - end % step}, "

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ds.config.devices import OFFLOAD_TARGETS
+from megatron_ds.config.options.optimizer_specs import SPECS
 
 Kind = Callable[[Any], Any]
 """Checks and converts a value. Raises ValueError with the reason if the value is invalid."""
 
 DTYPE_ALIASES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-ADAM_TYPES = ("adam", "adamw", "fusedadam", "apexfusedadam", "cpuadam", "deepspeedcpuadam")
-"""Optimizer types of files, in lower case, that mean `--optimizer adam`."""
-LION_TYPES = ("lion", "fusedlion", "deepspeedcpulion", "megatron_ds.lion")
 
 
 def _of_type(expected: type, reason: str) -> Kind:
@@ -70,13 +68,15 @@ def as_device(value: Any) -> str:
 
 
 def as_optimizer(value: Any) -> str:
-    optimizer = str(value).lower()
-    for name, types in {"adam": ADAM_TYPES, "lion": LION_TYPES}.items():
-        optimizer = name if optimizer in types else optimizer
-    if optimizer not in ("adam", "sgd", "lion", "muon"):
-        reason = "must be Adam, AdamW, SGD, Lion or Muon"
-        raise ValueError(f"{reason}; tools/ds_config.py migrate replaces 1-bit optimizers and Lamb")
-    return optimizer
+    """The value of --optimizer."""
+    optimizers = [spec for spec in SPECS if not spec.switch]
+    for spec in optimizers:
+        types = {name.lower() for name in spec.file_types}
+        if str(value).lower() in types.union(spec.file_aliases):
+            return spec.name
+    *names, last = (name for spec in optimizers for name in spec.file_types)
+    reason = f"must be {', '.join(names)} or {last}"
+    raise ValueError(f"{reason}; tools/ds_config.py migrate replaces 1-bit optimizers and Lamb")
 
 
 def as_betas(value: Any) -> tuple[float, float]:
@@ -85,6 +85,11 @@ def as_betas(value: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         raise ValueError("must be two numbers") from None
     return first, second
+
+
+def as_is(value: Any) -> Any:
+    """Any value, unchanged."""
+    return value
 
 
 KINDS: dict[str, Kind] = {
@@ -97,5 +102,5 @@ KINDS: dict[str, Kind] = {
     "device": as_device,
     "betas": as_betas,
     "object": as_object,
-    "any": lambda value: value,
+    "any": as_is,
 }

@@ -23,7 +23,7 @@ class AdamKernel(StrEnum):
     DEEPSPEED = "FusedAdam"
     TORCH = "AdamW"
     CPU = "DeepSpeedCPUAdam"
-    """For states in host memory."""
+    """Kernel for states in host memory."""
 
 
 PREFERENCE = (AdamKernel.TORCH_FUSED, AdamKernel.APEX, AdamKernel.DEEPSPEED)

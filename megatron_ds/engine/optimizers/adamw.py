@@ -75,7 +75,12 @@ class AdamW(torch.optim.AdamW):
         for weights, gradient, *moments in zip(*flat, strict=True):
             first, second = (moment.float() for moment in moments)
             adamw(
-                *([weights], [gradient], [first], [second], [], [state["step"].clone()]),
+                [weights],
+                [gradient],
+                [first],
+                [second],
+                [],
+                [state["step"].clone()],
                 foreach=False,
                 fused=bool(group["fused"]),
                 amsgrad=False,

@@ -11,17 +11,13 @@ import torch
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.optimizers.adam_kernels import apex_adam
-from megatron_ds.engine.optimizers.adamw import AdamW
 from megatron_ds.engine.optimizers.distributed_matrices import find_matrices
-from megatron_ds.engine.optimizers.lion import Lion
 from megatron_ds.engine.optimizers.matrix_optimizer import MatrixOptimizer
-from megatron_ds.engine.optimizers.muon import Muon
 from megatron_ds.engine.optimizers.param_groups import with_own_settings
-from megatron_ds.engine.optimizers.soap import SOAP
 from megatron_ds.parallel.mesh import Mesh
 
-OWN = {f"megatron_ds.{optimizer.__name__}": optimizer for optimizer in (AdamW, Lion, Muon, SOAP)}
-"""The optimizers of this package, by their types in the configuration."""
+OWN = "megatron_ds"
+"""First part of the types of this package's optimizers."""
 
 
 def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -33,8 +29,10 @@ def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
     Raises:
         UserError: If it was requested and is not installed.
     """
-    if block["type"] in OWN:
-        return partial(OWN[block["type"]], **block["params"])
+    package, _, name = block["type"].rpartition(".")
+    if package == OWN:
+        module = importlib.import_module(f"megatron_ds.engine.optimizers.{name.lower()}")
+        return partial(getattr(module, name), **block["params"])
     if block["type"] == "bitsandbytes.AdamW8bit":
         return partial(_adam_with_8_bit_moments(), **block["params"])
     if block["type"] != "ApexFusedAdam":

@@ -13,16 +13,16 @@ from megatron_ds.engine.optimizers.matrix_optimizer import MATRICES, MatrixOptim
 def decay_cautiously(optimizer: Optimizer) -> None:
     """Make AdamW or Lion decay only the elements of weights that its update moves towards zero.
 
-    The sign of the update is that of the momentum with the current gradient, so the decay is
-    applied before the step, which then has none. Optimizers of full matrices
-    decay these themselves.
+    The update has the sign of the momentum with the current gradient, so the decay is applied
+    before the step, which then has none. Optimizers of full matrices decay these themselves.
     """
     decays: list[tuple[dict[str, Any], float]] = []
     """Groups without their decay during a step."""
 
     def decay(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
-            amount, beta = group["lr"] * group["weight_decay"], group["betas"][0]
+            amount = group["lr"] * group["weight_decay"]
+            beta = group["betas"][0]
             if not amount or group.get(MATRICES):
                 continue
             decays.append((group, group["weight_decay"]))

@@ -55,7 +55,8 @@ class MatrixShard:
     @property
     def sections(self) -> tuple[int, ...]:
         """Rows of the fused matrices, in each stacked matrix; empty for one."""
-        rows, spec = len(self.shape) - 2, self.fused or self.spec
+        rows = len(self.shape) - 2
+        spec = self.fused or self.spec
         return spec.sections if spec is not None and spec.dim == rows else ()
 
 
@@ -70,7 +71,10 @@ class DistributedMatrices:
     """
 
     def __init__(self, pieces: Sequence[MatrixShard], dp: Group, tp: Group, empty: Tensor) -> None:
-        self.pieces, self._dp, self._tp, self._empty = pieces, dp, tp, empty
+        self.pieces = pieces
+        self._dp = dp
+        self._tp = tp
+        self._empty = empty
         self._in_row = [piece for piece in pieces if piece.owner.dp == dp.rank]
         """Matrices whose owners are tensor-parallel ranks of this one."""
         self.owned = [piece for piece in self._in_row if piece.owner.tp == tp.rank]
@@ -83,9 +87,11 @@ class DistributedMatrices:
 
         Args:
             values_of: This rank's elements of a matrix, one-dimensional.
-            dtype: Type in which they are sent. None: that of the computation.
+            dtype: Data type in which they are sent. None: the type of the computation.
         """
-        dp, tp, empty = self._dp, self._tp, self._empty.to(dtype or self._empty.dtype)
+        dp = self._dp
+        tp = self._tp
+        empty = self._empty.to(dtype or self._empty.dtype)
         queues = _transfer(
             [
                 [
@@ -133,13 +139,15 @@ class DistributedMatrices:
         """Send full matrices of the owners to the ranks that update them. Collective.
 
         Args:
-            matrices: Those that this rank owns.
-            dtype: Their type. None: that of the computation.
+            matrices: Matrices that this rank owns.
+            dtype: Their data type. None: the type of the computation.
 
         Yields:
             Each matrix with elements that this rank updates, and the values of them.
         """
-        dp, tp, empty = self._dp, self._tp, self._empty.to(dtype or self._empty.dtype)
+        dp = self._dp
+        tp = self._tp
+        empty = self._empty.to(dtype or self._empty.dtype)
         results: list[list[Tensor]] = [[] for _ in range(tp.size)]
         for piece, matrix in zip(self.owned, matrices, strict=True):
             for rank, values in enumerate(results):
@@ -215,7 +223,7 @@ def find_matrices(
         engine: Engine of `deepspeed.initialize`.
         stage: ZeRO stage.
         mesh: Mesh of this process.
-        empty: As for `DistributedMatrices`.
+        empty: See `DistributedMatrices`.
     """
     parameters = dict(engine.module.named_parameters())
     tp = mesh.tp
@@ -229,7 +237,7 @@ def find_matrices(
         ]
         # All parameters of a flat tensor are partitioned over the same ranks.
         is_expert = any(expert_group(parameters[entry.name]) is not None for entry in places)
-        dp = mesh.expert_dp if is_expert else mesh.dp_sp
+        dp = mesh.expert_dp if is_expert else mesh.replicas
         owners = assign_owners([entry.shape for entry in places], dp.size, tp.size)
         pieces = []
         for entry, owner in zip(places, owners, strict=True):
@@ -256,7 +264,8 @@ def find_matrices(
 
 
 def _spec(parameter: nn.Parameter, shape: tuple[int, ...], tp_size: int) -> ShardSpec | None:
-    """The sharding of a parameter; of whole experts, those of one expert-parallel rank."""
+    """The sharding of a parameter. Tensor-parallel ranks with different experts shard the experts
+    of one expert-parallel rank."""
     spec = shard_spec(parameter)
     is_whole = spec is not None and spec.dim == 0 and len(shape) > 2
     return ShardSpec(0, (shape[0] * tp_size,)) if is_whole else spec

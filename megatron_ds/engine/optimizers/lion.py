@@ -45,7 +45,9 @@ class Lion(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
-            lr, betas, weight_decay = group["lr"], group["betas"], group["weight_decay"]
+            lr = group["lr"]
+            betas = group["betas"]
+            weight_decay = group["weight_decay"]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue

@@ -1,4 +1,5 @@
-"""What optimizers of full matrices have in common; AdamW updates what is no hidden matrix."""
+"""Base of the optimizers that update full matrices; AdamW updates all weights that are not hidden
+matrices."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class MatrixOptimizer(AdamW):
         """Give the optimizer the locations of its matrices.
 
         Args:
-            matrices: For each set of tensors that is stepped at once.
+            matrices: Matrices of each set of tensors that is stepped together.
         """
         self._matrices = {group.pieces[0].master: group for group in matrices if group.pieces}
 
@@ -79,7 +80,7 @@ class MatrixOptimizer(AdamW):
                 self._step_matrices(group)
 
     def inputs(self, group: dict[str, Any]) -> list[Callable[[MatrixShard], Tensor]]:
-        """What the owners of matrices are sent besides the states, one-dimensional."""
+        """Further flat tensors that are sent to the owners of matrices together with the states."""
         raise NotImplementedError
 
     def update(self, group: dict[str, Any], step: int, inputs: Sequence[Rows]) -> list[Tensor]:
@@ -107,7 +108,8 @@ class MatrixOptimizer(AdamW):
         for name in self.states:
             tensors.append(matrices.collect(partial(self.elements_of, name), torch.float32))
         updates = self._updates(group, step, tensors, matrices.owned)
-        lr, decay = group["lr"], group["lr"] * group["weight_decay"]
+        lr = group["lr"]
+        decay = group["lr"] * group["weight_decay"]
         is_skipped = step <= self.skipped_steps
         for piece, update in () if is_skipped else matrices.distribute(updates):
             weights = piece.master.view(-1)[piece.place]
@@ -120,7 +122,9 @@ class MatrixOptimizer(AdamW):
 
     def _step_elements(self, master: Tensor, group: dict[str, Any]) -> int:
         """Count the step of a tensor, average its gradient and decay it, unless cautiously."""
-        state, types, gradient = self.state[master], self.state_types, master.grad
+        state = self.state[master]
+        types = self.state_types
+        gradient = master.grad
         assert gradient is not None
         if not state:
             # AdamW expects a number of steps in every state that is loaded.

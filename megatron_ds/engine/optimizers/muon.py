@@ -10,13 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.config.data_files import read_table
 from megatron_ds.engine.optimizers.distributed_matrices import MatrixShard
 from megatron_ds.engine.optimizers.matrix_optimizer import MatrixOptimizer, Rows
 
 Coefficients = tuple[float, float, float]
-COEFFICIENTS: dict[str, list[Coefficients]] = read_table(__file__)
-"""Those of the iterations, by --muon-coefficient-type."""
+COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
+    # The author's, with the largest slope at zero.
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    # Those of Megatron's default, one for each of five iterations (Cesista et al. 2025).
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # The best polynomial for each iteration (Amsel et al. 2025, the last for all further ones).
+    "polar_express": (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+        (1.875, -1.25, 0.375),
+    ),
+}
+"""Coefficients (a, b, c) of the Newton-Schulz iterations x <- a x + b (x x^T) x + c (x x^T)^2 x, in
+order, by --muon-coefficient-type."""
 SAFETY = 1.01
 """Factor by which Polar Express shrinks singular values against rounding errors."""
 SMALLEST_NORM = 1e-7
@@ -38,7 +60,7 @@ def orthogonalize(matrices: Tensor, steps: int, coefficient_type: str = "simple"
     Args:
         matrices: A matrix, or a stack of them [N, rows, columns], in the type of the computation.
         steps: Iterations.
-        coefficient_type: Which coefficients they have.
+        coefficient_type: Kind of the polynomial's coefficients.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = (matrices.mT if is_tall else matrices).reshape(-1, *sorted(matrices.shape[-2:]))
@@ -65,10 +87,22 @@ def normalize_neurons(updates: Tensor, squares: Tensor, beta: float) -> Tensor:
     return updates * factors
 
 
+def _spectral(rows: int, columns: int) -> float:
+    return math.sqrt(max(rows, columns))
+
+
+def _unit_rms_norm(rows: int, columns: int) -> float:
+    return math.sqrt(rows / columns)
+
+
+def _shape_scaling(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, rows / columns))
+
+
 SCALES: dict[str, Callable[[int, int], float]] = {
-    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
-    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
-    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "spectral": _spectral,
+    "unit_rms_norm": _unit_rms_norm,
+    "shape_scaling": _shape_scaling,
 }
 """Factors of an orthogonalized update, by --muon-scale-mode."""
 
@@ -115,10 +149,13 @@ class Muon(MatrixOptimizer):
             self.state_types[self.average] = average
         for group in self.param_groups:
             group["momentum"] = momentum
-        self._nesterov, self._steps, self._coefficients = nesterov, steps, coefficient_type
+        self._nesterov = nesterov
+        self._steps = steps
+        self._coefficients = coefficient_type
         self._neuron_beta = neuron_beta
         self.states = () if neuron_beta is None else ("exp_avg_sq",)
-        self._scale, self._scale_factor = SCALES[scale_mode], scale_factor
+        self._scale = SCALES[scale_mode]
+        self._scale_factor = scale_factor
 
     def inputs(self, group: dict[str, Any]) -> list[Callable[[MatrixShard], Tensor]]:
         def look_ahead(piece: MatrixShard) -> Tensor:

@@ -39,17 +39,19 @@ def decay_matrices_only(weight: Weight) -> Multipliers:
 
 def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
     """The rule for the options of a run."""
-    decay, embedding_decay = options.weight_decay, options.embedding_weight_decay
+    decay = options.weight_decay
+    embedding_decay = options.embedding_weight_decay
     # Without weight decay, embeddings have none, either.
     embeddings = 1.0 if embedding_decay is None or not decay else embedding_decay / decay
     named = options.param_groups
 
     def rule(weight: Weight) -> Multipliers:
-        factors, role = decay_matrices_only(weight), weight.role
+        factors = decay_matrices_only(weight)
+        role = weight.role
         if role in (Role.WORDS, Role.POSITIONS):
             factors = factors._replace(weight_decay=embeddings)
         factors = factors._replace(
-            is_matrix=options.matrix_states > 0 and role is Role.MATRIX,
+            is_matrix=options.spec.matrices is not None and role is Role.MATRIX,
             is_decoupled=options.decoupled_lr is not None and role in (Role.WORDS, Role.OUTPUT),
         )
         group = next((group for group in named if group.matches(weight.name)), None)
@@ -172,7 +174,7 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, 
     there for DeepSpeed's, and an integer in the group for NVIDIA's.
     """
     library = type(optimizer).__module__.partition(".")[0]
-    if isinstance(optimizer, AdamW):  # Muon and SOAP, too
+    if isinstance(optimizer, AdamW):  # and the optimizers of matrices
         library = "torch"
     states = {index: dict(state) for index, state in saved["state"].items()}
     groups = []

@@ -33,7 +33,8 @@ class QKClip:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._parts, self._options = parts, in_effect(parts.config.optimizer)
+        self._parts = parts
+        self._options = in_effect(parts.config.optimizer)
         self._largest: list[LargestLogits] = []
         self._flats: dict[int, Flat] = {}
         self._rows: dict[str, Tensor] = {}
@@ -43,7 +44,8 @@ class QKClip:
         if not self.is_used:
             return
         for block in parts.model.blocks():
-            block.largest = LargestLogits(block.attention.local_heads[0], parts.mesh.sp)
+            heads = block.attention.local_heads[0]
+            block.largest = LargestLogits(heads, parts.mesh.ulysses, parts.mesh.cp)
             self._largest.append(block.largest)
         if self._options.qk_clip:
             parts.engine.basic_optimizer.register_step_post_hook(self._clip)
@@ -55,11 +57,12 @@ class QKClip:
             return {}
         largest = [layer.take(parts.device) for layer in self._largest]
         flat = torch.cat([torch.full((1,), -torch.inf, device=parts.device), *largest])
-        if parts.mesh.dp_sp.size > 1:
-            dist.all_reduce(flat, dist.ReduceOp.MAX, group=parts.mesh.dp_sp.handle)
+        if parts.mesh.replicas.size > 1:
+            dist.all_reduce(flat, dist.ReduceOp.MAX, group=parts.mesh.replicas.handle)
         if self._options.qk_clip:
             sizes = [len(heads_n) for heads_n in largest]
-            self._rows, self._clipped = {}, set()
+            self._rows = {}
+            self._clipped = set()
             for block, heads_n in zip(parts.model.blocks(), flat[1:].split(sizes), strict=True):
                 rows = self._row_factors(block.attention, heads_n)
                 prefix = f"layers.{block.layer}.attention"
@@ -73,23 +76,24 @@ class QKClip:
         return {METRIC: overall}
 
     def _row_factors(self, attention: Attention, largest_n: Tensor) -> Mapping[str, Tensor]:
-        options, (heads, keys, _) = self._options, attention.local_heads
+        options = self._options
+        heads, keys, _ = attention.local_heads
         is_latent = isinstance(attention, LatentAttention)
         keys = heads if is_latent else keys
         largest_k = largest_n.view(keys, -1).amax(1)
         factors_k = options.qk_clip_threshold / largest_k.clamp(min=options.qk_clip_threshold)
-        of_queries = (factors_k**options.qk_clip_alpha).repeat_interleave(heads // keys)
-        of_keys = factors_k ** (1 - options.qk_clip_alpha)
+        query_factors = (factors_k**options.qk_clip_alpha).repeat_interleave(heads // keys)
+        key_factors = factors_k ** (1 - options.qk_clip_alpha)
         if not isinstance(attention, LatentAttention):
             size = attention.local_sizes[0] // heads
-            rows = [part.repeat_interleave(size) for part in (of_queries, of_keys)]
+            rows = [part.repeat_interleave(size) for part in (query_factors, key_factors)]
             return dict.fromkeys(("qkv.weight", "qkv.bias"), torch.cat(rows))
         plain, rotated = attention.sizes
         ones = torch.ones_like(factors_k)[:, None].expand(-1, attention.local_sizes[2] // heads)
-        queries = (of_queries[:, None].expand(-1, plain), factors_k[:, None].expand(-1, rotated))
-        keys_values = torch.cat([of_keys[:, None].expand(-1, plain), ones], 1).flatten()
-        of_q = torch.cat(queries, 1).flatten()
-        return {"q.weight": of_q, "q_up.weight": of_q, "kv_up.weight": keys_values}
+        queries = (query_factors[:, None].expand(-1, plain), factors_k[:, None].expand(-1, rotated))
+        keys_values = torch.cat([key_factors[:, None].expand(-1, plain), ones], 1).flatten()
+        q_factors = torch.cat(queries, 1).flatten()
+        return {"q.weight": q_factors, "q_up.weight": q_factors, "kv_up.weight": keys_values}
 
     @torch.no_grad()
     def _clip(self, optimizer: Any, *_: Any) -> None:
@@ -103,7 +107,8 @@ class QKClip:
                 if factors is None:
                     continue
                 columns = torch.Size(part.place.shape[1:]).numel()
-                span, factors = part.elements, factors.to(master.device)
+                span = part.elements
+                factors = factors.to(master.device)
                 # Rows without a factor, those of values, follow the others.
                 span = range(span.start, min(span.stop, len(factors) * columns))
                 if span:

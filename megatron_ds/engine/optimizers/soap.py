@@ -49,7 +49,8 @@ class SOAP(MatrixOptimizer):
         **adamw: Any,
     ) -> None:
         super().__init__(params, **adamw)
-        self._shampoo_beta, self._frequency = shampoo_beta, precondition_frequency
+        self._shampoo_beta = shampoo_beta
+        self._frequency = precondition_frequency
 
     def inputs(self, group: dict[str, Any]) -> list[Callable[[MatrixShard], Tensor]]:
         def gradient_of(piece: MatrixShard) -> Tensor:
@@ -59,12 +60,15 @@ class SOAP(MatrixOptimizer):
         return [gradient_of, partial(self.elements_of, self.average)]
 
     def update(self, group: dict[str, Any], step: int, inputs: Sequence[Rows]) -> list[Tensor]:
-        (beta1, beta2), stacks = group["betas"], [torch.stack(list(rows)) for rows in inputs]
+        beta1, beta2 = group["betas"]
+        stacks = [torch.stack(list(rows)) for rows in inputs]
         gradients, averages, squares, preconditioners, bases = stacks
         rows, columns = gradients.shape[-2:]
         corner = (..., slice(min(rows, columns)), slice(min(rows, columns)))
         g, m, v = (x if rows <= columns else x.mT for x in (gradients, averages, squares))
-        factor, basis, steps = preconditioners[corner], bases[corner], step - 1
+        factor = preconditioners[corner]
+        basis = bases[corner]
+        steps = step - 1
         if steps:
             v.lerp_((basis.mT @ g).square_(), 1 - beta2)
             m = (basis.mT @ m) / (1 - beta1**steps)
@@ -89,14 +93,15 @@ def eigenvalue_order(estimates: Tensor) -> Tensor:
     and the columns of a group stay in the order that they have.
 
     Args:
-        estimates: Of the eigenvalues of each matrix [matrices, columns].
+        estimates: Estimated eigenvalues of each matrix [matrices, columns].
 
     Returns:
         The columns in their new order [matrices, columns].
     """
     descending = estimates.argsort(dim=-1, descending=True, stable=True)
     values = estimates.gather(-1, descending)
-    larger, smaller = values[..., :-1], values[..., 1:]
+    larger = values[..., :-1]
+    smaller = values[..., 1:]
     is_apart = larger - smaller > SAME_EIGENVALUE * larger.abs()
     groups = functional.pad(is_apart.cumsum(-1), (1, 0))
     return torch.empty_like(groups).scatter_(-1, descending, groups).argsort(dim=-1, stable=True)

@@ -1,9 +1,8 @@
 """Records of single steps, by which a run can be checked: the same for every layout.
 
 Owns what is read from the passes of a recorded step: hashes of its samples and of its random
-states, and norms of the activations. The norms of weights and gradients are those of `StepNorms`.
-What a record holds is put around functions for the time of the step; other steps have no trace of
-it.
+states, and norms of the activations. `StepNorms` computes the norms of weights and gradients.
+Functions are wrapped during the recorded step only; other steps are unchanged.
 """
 
 from __future__ import annotations
@@ -31,8 +30,10 @@ from megatron_ds.parallel.rng import MicroBatchSeed, RngStreams
 from megatron_ds.train_state import StepResult
 
 DIGEST_BYTES = 8
+LAST_BIT = 30
+"""Bit of an id, in the hash of a sample, that is set if the file ends the document there."""
 END = " end"
-"""After the name of a layer: its random state after its forward pass."""
+"""Suffix of a layer's name in the entry of the random state after its forward pass."""
 OTHER_LAYERS = ("embedding", "final_norm")
 
 
@@ -43,8 +44,10 @@ def recording(parts: EngineParts) -> Iterator[StepRecorder]:
     Args:
         parts: Parts of the engine.
     """
-    recorder = StepRecorder(parts.mesh, parts.rng)
-    read, begin = DeviceBatches.__next__, parts.rng.begin_layer
+    ends_by_file = parts.config.data.document_boundaries == "idx"
+    recorder = StepRecorder(parts.mesh, parts.rng, ends_by_file=ends_by_file)
+    read = DeviceBatches.__next__
+    begin = parts.rng.begin_layer
     with ExitStack() as stack:
         read_and_hash = recorder.reading(read)
         stack.enter_context(replaced(DeviceBatches, "__next__", read_and_hash))
@@ -62,10 +65,13 @@ class StepRecorder:
     Args:
         mesh: Mesh of this process.
         rng: Random streams of the model.
+        ends_by_file: Token ids do not say where documents end.
     """
 
-    def __init__(self, mesh: Mesh, rng: RngStreams) -> None:
-        self._mesh, self._rng = mesh, rng
+    def __init__(self, mesh: Mesh, rng: RngStreams, *, ends_by_file: bool) -> None:
+        self._ends_by_file = ends_by_file
+        self._mesh = mesh
+        self._rng = rng
         self._samples: dict[int, str] = {}
         self._states: dict[tuple[str, int], str] = {}
         self._squares: dict[str, Tensor] = {}
@@ -97,8 +103,11 @@ class StepRecorder:
 
         def read_and_hash(batches: DeviceBatches) -> DeviceBatch:
             batch = read(batches)
-            if self._mesh.sp_tp.rank == 0 and self._mesh.pp.rank == 0:
-                tensors = (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
+            if self._mesh.same_batch.rank == 0 and self._mesh.pp.rank == 0:
+                tokens_BS = batch.tokens_BS.int()
+                if batch.documents is not None and self._ends_by_file:
+                    tokens_BS = tokens_BS | batch.documents.last_BS.int() << LAST_BIT
+                tensors = (tokens_BS, batch.labels_BS, batch.loss_weights_BS)
                 arrays = [tensor.int().cpu().numpy() for tensor in tensors if tensor is not None]
                 for row in range(len(batch.tokens_BS)):
                     parts = [array[row].tobytes() for array in arrays]
@@ -117,7 +126,7 @@ class StepRecorder:
             self._add_state(f"layers.{layer}" if layer > EMBEDDING else OTHER_LAYERS[0])
 
     def end(self, name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        """After the forward pass of a layer."""
+        """Records the random state and the output of a layer. Called after its forward pass."""
         if _is_recomputed():
             return
         if name not in OTHER_LAYERS[1:]:
@@ -128,7 +137,7 @@ class StepRecorder:
 
     def _add_state(self, name: str) -> None:
         """Adds the hash of the random states, on ranks that draw the masks of a single process."""
-        if self._mesh.sp_tp.rank == 0 and self._position is not None:
+        if self._mesh.same_batch.rank == 0 and self._position is not None:
             self._states[name, self._position] = digest(self._rng.states())
 
 

@@ -71,4 +71,4 @@ def own_flats(engine: Any, stage: int, mesh: Mesh) -> Iterator[Flat]:
 
 def replicas_of(parameter: nn.Parameter, mesh: Mesh) -> Group:
     """The ranks that have the same shard of a parameter, over which ZeRO partitions it."""
-    return mesh.dp_sp if expert_group(parameter) is None else mesh.expert_dp
+    return mesh.replicas if expert_group(parameter) is None else mesh.expert_dp

@@ -42,7 +42,8 @@ class HostStaging:
         """
         tensors = _find_tensors(states)
         storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors)}
-        free, used = self._buffers, defaultdict(list)
+        free = self._buffers
+        used = defaultdict(list)
         copies: dict[int, torch.UntypedStorage] = {}
         pairs = []
         for key, storage in storages.items():

@@ -31,11 +31,11 @@ def find_different_weights(
     Args:
         parameters: Parameters of this rank, by name, without ZeRO-3, and states of layers.
         mesh: Mesh of this process.
-        tied: Those of them that several pipeline stages have, under the same name.
+        tied: Parameters that several pipeline stages share under the same name.
 
     Returns:
         The parameter's name, and the hosts of the ranks that differ from most others, or of all its
-        ranks if no value is that of most; the same on every rank. None if there is none.
+        ranks without a majority; the same on every rank. None if all copies are equal.
     """
     digests: dict[tuple[Replicas, str], bytes] = {}
     shared = {id(parameter) for parameter in tied}

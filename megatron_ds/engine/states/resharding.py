@@ -47,13 +47,17 @@ class Resharding:
     """
 
     def __init__(self, engine: Any, stage: int, mesh: Mesh, source: StateReader) -> None:
-        self._engine, self._stage, self._mesh, self._source = engine, stage, mesh, source
+        self._engine = engine
+        self._stage = stage
+        self._mesh = mesh
+        self._source = source
         self._flats = list(own_flats(engine, stage, mesh))
         self._check_parameters()
 
     def run(self) -> None:
         """Fill the engine. Collective."""
-        engine, optimizer = self._engine, self._engine.optimizer
+        engine = self._engine
+        optimizer = self._engine.optimizer
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()
             self._fill_partitioned_parameters()
@@ -138,8 +142,10 @@ class Resharding:
 
     def _read_rows(self, part: Part, key: str, rows: range) -> Tensor:
         """Rows of this rank's shard."""
-        name, tp = part.place.name, self._mesh.tp
-        spec, read = shard_spec(part.parameter), self._source.tensor(name, key).read
+        name = part.place.name
+        tp = self._mesh.tp
+        spec = shard_spec(part.parameter)
+        read = self._source.tensor(name, key).read
         if expert_group(part.parameter) is not None:
             first = self._mesh.ep.rank * part.place.shape[0]
             rows = range(first + rows.start, first + rows.stop)
@@ -160,15 +166,15 @@ class Resharding:
             for name, parameter in self._engine.module.named_parameters()
         } | {name: tuple(state.shape) for name, state in states_of(self._engine.module).items()}
         stages = gather_objects(shapes, self._mesh.pp)
-        wanted = {name: shape for stage in stages for name, shape in stage.items()}
+        expected_shapes = {name: shape for stage in stages for name, shape in stage.items()}
         saved = self._source.shapes
-        if wanted.keys() != saved.keys():
+        if expected_shapes.keys() != saved.keys():
             raise user_error(
                 "weights-names-mismatch",
-                parameters=sorted(wanted.keys() - saved.keys()),
-                unknown=sorted(saved.keys() - wanted.keys()),
+                parameters=sorted(expected_shapes.keys() - saved.keys()),
+                unknown=sorted(saved.keys() - expected_shapes.keys()),
             )
-        for name, shape in wanted.items():
+        for name, shape in expected_shapes.items():
             skipped = 1 if name in VOCABULARY_TABLES else 0
             if shape[skipped:] != saved[name][skipped:]:
                 raise user_error(

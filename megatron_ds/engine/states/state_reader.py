@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_ds.model.spec.architecture import unit_weights
+from megatron_ds.model.declaration.architecture import unit_weights
 from megatron_ds.parallel.weights import VOCABULARY, ShardSpec
 
 MASTER = "master"
@@ -88,7 +88,7 @@ class TensorReader:
 
 
 TensorReaders = Mapping[str, TensorReader]
-"""By name."""
+"""Readers of tensors, by name of the tensor."""
 
 
 def part_of(full: Tensor, rows: range, columns: Columns | None) -> Tensor:

@@ -59,7 +59,7 @@ def beam_search(
     Args:
         model: This rank's shard of the model, in evaluation mode.
         prompt: Ids of the prompt.
-        config: How the prompt is continued.
+        config: Options of the search.
 
     Returns:
         At most `width` continuations, the best first. Each ends with a stop token or has the
@@ -69,18 +69,20 @@ def beam_search(
         UserError: If the model's logits are not finite.
     """
     weight = next(model.parameters())
-    width, penalty = config.width, config.length_penalty
+    width = config.width
+    penalty = config.length_penalty
     stops = config.further_stops | {config.stop_token}
     capacity = len(prompt) + config.max_new_tokens - 1
     windows = [block.rule.window for block in model.blocks()]
     cache = PreallocatedCache(width, capacity, weight, windows)
-    beams, ended = [Hypothesis([], 0.0)], list[Hypothesis]()
+    beams = [Hypothesis([], 0.0)]
+    ended = list[Hypothesis]()
     tokens = [list(prompt)]
     for _ in range(config.max_new_tokens):
         tokens_BS = to_device(tokens, weight.device)
         view = cache.view(0, [len(tokens[0])] * len(tokens))
         with torch.no_grad(), backends_in_order(VARYING_SIZES, weight.device):
-            last_1BH = model(tokens_BS, cache=view, hidden_only=True)[-1:]
+            last_1BH = model.hidden(tokens_BS, view)[-1:]
             logprobs_BV = model.logits(last_1BH)[:, 0].log_softmax(dim=-1)
         if config.rules is not None:
             exclude_(logprobs_BV, (config.rules.forbidden(ids[-1]) for ids in tokens))

@@ -38,13 +38,16 @@ class Decoder:
     def __init__(
         self, model: GPTModel, cache: PreallocatedCache, graphs: DecodeGraphs | None
     ) -> None:
-        self._model, self._cache, self._graphs = model, cache, graphs
+        self._model = model
+        self._cache = cache
+        self._graphs = graphs
         self._sequences: list[TextSequence] = []
         self._ids_B = torch.empty(0)
 
     def keep(self, sequences: Sequence[TextSequence], ids_B: Tensor) -> None:
         """Keeps the last ids of these texts on the device."""
-        self._sequences, self._ids_B = list(sequences), ids_B
+        self._sequences = list(sequences)
+        self._ids_B = ids_B
 
     def last_hidden(self, sequences: Sequence[TextSequence]) -> Tensor:
         """The last layer's output at the last token of each text, [1, B, H]."""
@@ -56,7 +59,7 @@ class Decoder:
         if self._graphs is not None and self._graphs.are_available:
             return self._graphs.last_hidden(tokens_B1)
         view = self._cache.view(0, [1] * len(sequences))
-        return self._model(tokens_B1, cache=view, hidden_only=True)  # type: ignore[no-any-return]
+        return self._model.hidden(tokens_B1, view)
 
 
 class DecodeGraphs:
@@ -71,7 +74,8 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: GPTModel, cache: PreallocatedCache) -> None:
-        self._model, self._cache = model, cache
+        self._model = model
+        self._cache = cache
         module: Any = torch.get_device_module(cache.device)
         self._record = getattr(module, "make_graphed_callables", None)
         self._options: dict[str, Any] = {}
@@ -87,7 +91,8 @@ class DecodeGraphs:
 
     def last_hidden(self, tokens_B1: Tensor) -> Tensor:
         """The last layer's output [1, B, H] for the last tokens of the first B texts."""
-        cache, count = self._cache, len(tokens_B1)
+        cache = self._cache
+        count = len(tokens_B1)
         lengths = cache.lengths[:count]
         texts = min(1 << (count - 1).bit_length(), cache.slots)
         num_keys = cache.rounded(max(lengths) + 1)
@@ -131,7 +136,7 @@ class DecodeGraphs:
             positions_BS=starts_B.unsqueeze(1),
             slots_B=slots_B,
         )
-        return self._model(tokens_B1, cache=view, hidden_only=True)  # type: ignore[no-any-return]
+        return self._model.hidden(tokens_B1, view)
 
     def _give_up(self, reason: str) -> None:
         self._record = None

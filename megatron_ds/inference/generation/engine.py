@@ -72,9 +72,8 @@ class GenerationEngine:
         self._without_gradients = torch.inference_mode if has_inference_mode else torch.no_grad
         self._use_cache = use_cache
         windows = [block.rule.window for block in model.blocks()]
-        self._cache = cache = PreallocatedCache(
-            slots, capacity, weight, windows, has_spare=use_graphs
-        )
+        self._cache = PreallocatedCache(slots, capacity, weight, windows, has_spare=use_graphs)
+        cache = self._cache
         self._decoder = Decoder(model, cache, DecodeGraphs(model, cache) if use_graphs else None)
         self._partial: TextSequence | None = None
         """Prompt being prefilled in chunks; occupies the slot after the running sequences."""
@@ -120,7 +119,8 @@ class GenerationEngine:
         Returns:
             Those that are done without new tokens.
         """
-        budget, done = PROMPT_TOKENS, list[TextSequence]()
+        budget = PROMPT_TOKENS
+        done = list[TextSequence]()
         while budget > 0:
             if (sequence := self._partial) is not None:
                 budget -= max(1, self._feed_partial(sequence, budget))
@@ -140,7 +140,9 @@ class GenerationEngine:
         while self.waiting and len(self.running) + len(batch) < self._cache.slots:
             sequence = self.waiting[0]
             fed = len(sequence.ids) - 1
-            is_scored, shared, source = sequence.config.prompt_logprobs, 0, 0
+            is_scored = sequence.config.prompt_logprobs
+            shared = 0
+            source = 0
             if self._use_cache and not is_scored:  # a running prompt may have computed its start
                 shared, source = _best_prefix(sequence, [*self.running, *batch])
                 shared = shared if self._cache.can_copy(source, shared) else 0
@@ -157,8 +159,10 @@ class GenerationEngine:
 
     def _feed_partial(self, sequence: TextSequence, budget: int) -> int:
         """Feeds the next tokens of the partial prompt; returns how many."""
-        slot, scored = len(self.running), sequence.config.prompt_logprobs
-        start, last = self._cache.lengths[slot], len(sequence.ids) - 1
+        slot = len(self.running)
+        scored = sequence.config.prompt_logprobs
+        start = self._cache.lengths[slot]
+        last = len(sequence.ids) - 1
         end = min(last, start + (SCORED_TOKENS if scored else budget))
         if end > start:
             x_SBH = self._feed(slot, [sequence.ids[start:end]])
@@ -176,7 +180,8 @@ class GenerationEngine:
 
         Shorter prompts are filled up at their end, which no earlier position sees.
         """
-        first, lengths = len(self.running), [len(sequence.ids) - 1 for sequence in batch]
+        first = len(self.running)
+        lengths = [len(sequence.ids) - 1 for sequence in batch]
         longest = max(lengths) if self._use_cache else 0
         if self._use_cache:
             self._cache.lengths[first : first + len(batch)] = [0] * len(batch)
@@ -194,7 +199,7 @@ class GenerationEngine:
         if tokens_BS.shape[1] == 1:
             tokens_BS = nn.functional.pad(tokens_BS, (0, 1))
         view = self._cache.view(first, [len(part) for part in parts], tokens_BS.shape[1])
-        return self._model(tokens_BS, cache=view, hidden_only=True)  # type: ignore[no-any-return]
+        return self._model.hidden(tokens_BS, view)
 
     def _extend(self, sequences: list[TextSequence]) -> None:
         """Appends a token to each of all running sequences."""
@@ -205,14 +210,16 @@ class GenerationEngine:
         exclude_(logits_BV, (rule.forbidden(last) if rule else () for rule, last in rules))
         self._decoder.keep(sequences, _sample(sequences, logits_BV))
         if raw_BV is not None:
-            wanted = [sequences[row] for row in scored]
-            self._add_scores(wanted, raw_BV, [sequence.ids[-1] for sequence in wanted])
+            scored_sequences = [sequences[row] for row in scored]
+            self._add_scores(
+                scored_sequences, raw_BV, [sequence.ids[-1] for sequence in scored_sequences]
+            )
 
     def _last_hidden(self, sequences: list[TextSequence]) -> Tensor:
         """The last layer's output at the last token of each sequence, [1, B, H]."""
         if self._use_cache:
             return self._decoder.last_hidden(sequences)
-        x_SBH = self._model(self._filled_up([text.ids for text in sequences]), hidden_only=True)
+        x_SBH = self._model.hidden(self._filled_up([text.ids for text in sequences]))
         last_B = to_device([len(sequence.ids) - 1 for sequence in sequences], self._device)
         rows_B = torch.arange(len(sequences), device=self._device)
         return x_SBH[last_B, rows_B].unsqueeze(0)  # type: ignore[no-any-return]
@@ -225,7 +232,8 @@ class GenerationEngine:
     def _drop(self, sequences: Sequence[TextSequence]) -> None:
         """Removes running sequences; the last ones take their slots."""
         for sequence in sequences:
-            slot, last = self.running.index(sequence), len(self.running) - 1
+            slot = self.running.index(sequence)
+            last = len(self.running) - 1
             if sequence.error is not None:
                 self._cache.clear(slot)
             self.running[slot] = self.running[last]
@@ -291,7 +299,8 @@ def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> Tensor:
         # All but the seed, which is in the row's key.
         key = (params.greedy, params.temperature, params.top_k, params.top_p)
         rows_by_params.setdefault(key, []).append(row)
-    parts, order = list[Tensor](), list[int]()
+    parts = list[Tensor]()
+    order = list[int]()
     for rows in rows_by_params.values():
         is_all = len(rows) == len(sequences)
         part_BV = logits_BV if is_all else logits_BV[to_device(rows, logits_BV.device)]

@@ -72,10 +72,12 @@ class PreallocatedCache:
                 None: as many as the most new tokens.
         """
         texts = slice(first, first + len(tokens))
-        lengths, queries = self.lengths[texts], queries or max(tokens)
+        lengths = self.lengths[texts]
+        queries = queries or max(tokens)
         self.lengths[texts] = [old + new for old, new in zip(lengths, tokens, strict=True)]
         length = max(lengths)
-        has_equal_lengths, end = min(lengths) == length, length + queries
+        has_equal_lengths = min(lengths) == length
+        end = length + queries
         if has_equal_lengths and not self.is_wider:
             return CacheView(self, texts, length, end, tokens=tokens, queries=queries)
         if self.is_wider:
@@ -114,7 +116,8 @@ class PreallocatedCache:
         if self._finite < end:
             # A text does not see what longer texts have beyond its end, but 0 x NaN is NaN. All of
             # the memory is not filled at once, because a CPU provides what is used.
-            start, self._finite = self._finite, min(self._capacity, end + FILLED_TOKENS)
+            start = self._finite
+            self._finite = min(self._capacity, end + FILLED_TOKENS)
             for part in self._parts():
                 part[:, :, start : self._finite] = 0
         if layer not in self._buffers:
@@ -123,7 +126,8 @@ class PreallocatedCache:
                 new.new_empty((self._places, new.shape[1], ring, new.shape[3]), dtype=self._dtype)
                 for new in (k, v)
             )
-            keys[:, :, : self._finite] = values[:, :, : self._finite] = 0
+            keys[:, :, : self._finite] = 0
+            values[:, :, : self._finite] = 0
             self._buffers[layer] = keys, values
         return self._buffers[layer]
 
@@ -156,7 +160,8 @@ class PreallocatedCache:
 
     def reorder(self, slots: Sequence[int]) -> None:
         """The texts of these slots, some of them several times, take the first slots."""
-        end, order = max(self.lengths[slot] for slot in slots), to_device(slots, self.device)
+        end = max(self.lengths[slot] for slot in slots)
+        order = to_device(slots, self.device)
         for part in self._parts():
             part[: len(slots), :, :end] = part[order, :, :end]
         self.lengths[: len(slots)] = [self.lengths[slot] for slot in slots]
@@ -195,12 +200,14 @@ class CacheView:
             is arbitrary but finite.
         """
         keys, values = self.cache.buffers(layer, k, v, self.num_keys)
-        ring, window = keys.shape[2], self.cache.windows.get(layer)
+        ring = keys.shape[2]
+        window = self.cache.windows.get(layer)
         if window is not None and self._is_ring(window) and k.shape[2] > 1:
             return self._add(keys, k, window), self._add(values, v, window)
         if self.slots_B is None or self.positions_BS is None:
             new = slice(self.length % ring, self.length % ring + k.shape[2])
-            keys[self.texts, :, new], values[self.texts, :, new] = k, v
+            keys[self.texts, :, new] = k
+            values[self.texts, :, new] = v
         else:
             positions_B = self.positions_BS[:, 0] % ring
             keys[self.slots_B, :, positions_B] = k[:, :, 0].to(keys.dtype)
@@ -228,7 +235,9 @@ class CacheView:
 
     def _add(self, kept: Tensor, new: Tensor, window: int) -> Tensor:
         """Appends several tokens in a ring; returns keys or values in the order of positions."""
-        first, ring, new = self._first(window), kept.shape[2], new.to(kept.dtype)
+        first = self._first(window)
+        ring = kept.shape[2]
+        new = new.to(kept.dtype)
         places = torch.arange(first, self.length, device=kept.device) % ring
         seen = torch.cat([kept[self.texts][:, :, places], new], dim=2)
         for text, tokens, count in zip(kept[self.texts], new, self.tokens, strict=True):

@@ -18,9 +18,11 @@ from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 DTYPES = (torch.float32, torch.bfloat16)
 TYPICAL_TOKENS = 24
-"""For which the layout is chosen; products of any number of tokens can be computed."""
+"""Number of tokens for which the packed layout is optimized; matmuls work for any number of
+tokens."""
 SMALL = 2**18
-"""Elements of fp32 weights below which the call of oneDNN takes longer than one token's product."""
+"""Elements of an fp32 weight below which the call of oneDNN takes longer than the matmul of one
+token."""
 
 
 class PackedProduct:

@@ -33,9 +33,9 @@ def noise_key(seed: int, index: int, position: int) -> int:
     """The key of the random numbers of a token.
 
     Args:
-        seed: Of the request.
+        seed: Seed of the request.
         index: Number of the prompt.
-        position: Of the token in its text.
+        position: Position of the token in its text.
     """
     digest = hashlib.blake2b(f"{seed}:{index}:{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

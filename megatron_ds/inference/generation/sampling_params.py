@@ -16,8 +16,11 @@ class CandidateOptions:
     """Options that select the candidates for the next token."""
 
     temperature: float = option_field(1.0, above=0)
+    """Sampling temperature; values below 1 favor probable tokens."""
     top_k: int = option_field(0, minimum=0)
+    """Sample from the N most probable tokens; 0 disables."""
     top_p: float = option_field(0.0, minimum=0, maximum=1)
+    """Sample from the smallest set of tokens with at least this total probability; 0 disables."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class SamplingParams(CandidateOptions):
     """Settings by which the next token is chosen from the logits."""
 
     greedy: bool = option_field(False)
+    """Select the most probable token instead of sampling."""
     seed: int = option_field(1234, minimum=0, below=2**63)
+    """Random seed of sampling."""
     top_p_decay: float = 0.0
     """Factor of top_p for every new token; 0 is off."""
     top_p_bound: float = 0.0

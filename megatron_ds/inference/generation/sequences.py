@@ -89,7 +89,8 @@ class TextSequence:
 
     def append(self, token: int) -> None:
         """Adds a new token, which may end the text."""
-        config, previous = self.config, self.ids[-1]
+        config = self.config
+        previous = self.ids[-1]
         self.ids.append(token)
         self.ended_itself = (
             token == config.eod
@@ -107,7 +108,8 @@ def prompt_problems(
         yield Problem("no-new-tokens", max_new_tokens=config.max_new_tokens)
         return
     has_learned_positions = model.position_embedding_type == "learned_absolute"
-    vocab, positions = model.vocab_size, model.num_positions
+    vocab = model.vocab_size
+    positions = model.num_positions
     for index, prompt in enumerate(prompts, start=1):
         length = len(prompt)
         if not prompt:

@@ -26,7 +26,8 @@ class TokenText:
             stops: Strings that end the text and are not part of it.
             prompt: Ids that precede the text, which some tokenizers separate from it by a space.
         """
-        self._decode, self._stops = decode, stops
+        self._decode = decode
+        self._stops = stops
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         if decode(self._ids).endswith("\ufffd"):  # it ends within a character
             self._ids = []
@@ -52,7 +53,8 @@ class TokenText:
         after = self._decode(self._ids[self._context :])
         if len(after) > len(before) and (is_last or not after.endswith("\ufffd")):
             self._held += after[len(before) :]
-            self._context, self._known = self._known, len(self._ids)
+            self._context = self._known
+            self._known = len(self._ids)
         if self._has_stopped:
             return ""
         ends = [self._held.find(stop) for stop in self._stops if stop in self._held]

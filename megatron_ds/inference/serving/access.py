@@ -42,7 +42,8 @@ class HostCheck:
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        self._app, self._origins = app, origins
+        self._app = app
+        self._origins = origins
         self._hosts = {host.lower().rstrip(".") for host in (*hosts, "localhost")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

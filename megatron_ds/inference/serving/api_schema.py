@@ -39,28 +39,38 @@ class Defaults(CandidateOptions):
     tokens_to_generate: int = option_field(
         64, flag="out-seq-length", aliases=("tokens-to-generate",), minimum=1
     )
+    """Maximum number of new tokens per prompt."""
     seed: int | None = option_field(None, minimum=0)
+    """random_seed of requests that do not set one, whose texts are then the same each time."""
 
 
 class InvalidPart(NamedTuple):
     """A part of a field's value that makes it invalid."""
 
     path: str
-    """From the field, such as `[2].content`."""
+    """Path of the part below the field, such as `[2].content`."""
     expected: str
     """Valid values, for messages."""
     value: Any
-    """`MISSING` if there is none."""
+    """The invalid value; `MISSING` if it is absent."""
 
 
 MISSING = object()
+
+
+def _nothing_invalid(value: Any) -> Iterator[InvalidPart]:
+    return iter(())
+
+
+def _is_any(value: Any) -> bool:
+    return True
 
 
 def request_field(
     default: Any,
     expected: str,
     is_valid: Callable[[Any], bool],
-    find_invalid: Callable[[Any], Iterator[InvalidPart]] = lambda value: iter(()),
+    find_invalid: Callable[[Any], Iterator[InvalidPart]] = _nothing_invalid,
 ) -> Any:
     """A field of a request.
 
@@ -107,7 +117,8 @@ def is_text(value: Any) -> bool:
 def invalid_entries(
     value: Any, expected: str, is_valid: Callable[[Any], bool], limit: int
 ) -> Iterator[InvalidPart]:
-    """The invalid entries of a list; none if it is no list, or has more entries than the limit."""
+    """The invalid entries of a list; empty if `value` is not a list or has more entries than the
+    limit."""
     if isinstance(value, list) and len(value) <= limit:
         for index, entry in enumerate(value):
             if not is_valid(entry):
@@ -174,7 +185,7 @@ def neutral_fields() -> Mapping[str, Mapping[str, Any]]:
     """The metadata of the fields of OpenAI's API that have no effect."""
     fields = dict[str, dict[str, Any]]()
     for name in FIELDS["any"].split():
-        fields[name] = {"is_valid": lambda value: True}
+        fields[name] = {"is_valid": _is_any}
     for name, values in FIELDS["values"].items():
         shown = " or ".join(map(_as_json, [*values, None]))
         expected = f"{shown} (others are not supported)"
@@ -261,7 +272,8 @@ def _field_problems(
 
 
 def _value_problems(name: str, value: Any, metadata: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with an invalid value, part by part if the field finds parts."""
+    """Problems of an invalid value: one for each invalid part, if the field has a function that
+    finds them."""
     find_invalid = metadata.get("find_invalid", lambda value: ())
     whole = InvalidPart("", metadata.get("expected", ""), value)
     for part in list(itertools.islice(find_invalid(value), MAX_PROBLEMS)) or [whole]:

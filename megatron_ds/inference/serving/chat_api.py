@@ -6,6 +6,7 @@ platform.openai.com/docs/api-reference/chat.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,10 @@ def _invalid_messages(value: Any) -> Iterator[InvalidPart]:
 
 
 def _invalid_fields(message: dict[str, Any]) -> Iterator[InvalidPart]:
-    """In a message; null is the same as no value."""
+    """Invalid fields of a message. A field that is null counts as absent."""
     present = {name: value for name, value in message.items() if value is not None}
-    role, content = (
-        present.get("role", MISSING),
-        present.get("content", message.get("content", MISSING)),
-    )
+    role = present.get("role", MISSING)
+    content = present.get("content", message.get("content", MISSING))
     if not is_text(role):
         yield InvalidPart(".role", ROLE, role)
     unsupported = [name for name in UNSUPPORTED if present.get(name, []) != []]
@@ -71,7 +70,7 @@ def _invalid_fields(message: dict[str, Any]) -> Iterator[InvalidPart]:
 
 
 def _invalid_content(part: Any) -> Iterator[InvalidPart]:
-    """In a part of a message's content."""
+    """Invalid fields of one part of a message's content."""
     if not isinstance(part, dict):
         yield InvalidPart("", PART, part)
     elif part.get("type") != "text":
@@ -156,8 +155,9 @@ class ChatEvents:
     """The events of a job: a completion's, as parts of messages."""
 
     def __init__(self, job: GenerationJob, events: CompletionEvents) -> None:
-        self._events, begun = events, set[int]()
-        self._part = lambda event: _as_chat(job, event, "delta", begun)
+        self._events = events
+        begun = set[int]()
+        self._part = functools.partial(_as_chat, job, key="delta", begun=begun)
 
     def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:
         """The event of a token: its addition to a message."""
@@ -176,7 +176,7 @@ def _as_chat(
     Args:
         job: The job.
         completion: Its response or event.
-        key: Of the text of a choice.
+        key: Key of the text of a choice.
         begun: Choices that have had a role, which the first part of each has.
     """
     choices = []

@@ -1,7 +1,7 @@
 """OpenAI's `POST /v1/completions`: requests to jobs, results to responses and events.
 
 Follows the reference of the API (platform.openai.com/docs/api-reference/completions); `top_k` is an
-addition of other servers. As there, the end-of-document token is no part of a text, but it has a
+addition of other servers. As there, the end-of-document token is not part of a text, but it has a
 log-probability.
 """
 
@@ -58,7 +58,8 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _invalid_prompts(value: Any) -> Iterator[InvalidPart]:
-    """By what the first entry is: a text, an id, or the ids of a prompt."""
+    """Invalid prompts. The type of the first entry decides what all entries must be: strings, ids,
+    or lists of ids."""
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, str):
         yield from invalid_entries(value, "a string of valid Unicode", is_text, MAX_PROMPTS)
@@ -292,7 +293,8 @@ class CompletionsApi:
         """The tokens with their log-probabilities, and the most probable ones with the chosen."""
         decode = self.service.tokenizer.decode
         tokens = [decode([token_id]) for token_id in ids]
-        places, start = [], offset
+        places = []
+        start = offset
         for token in tokens:
             places.append(start)
             start += len(token)
@@ -312,10 +314,12 @@ class CompletionEvents:
     """The events of a job: one for each part of a text whose characters are complete."""
 
     def __init__(self, api: CompletionsApi, job: CompletionJob) -> None:
-        self._api, self._job = api, job
+        self._api = api
+        self._job = job
         self._head = api._head()
         decode = api.service.tokenizer.decode
-        self._prompts = prompts = job.repeated_prompts
+        self._prompts = job.repeated_prompts
+        prompts = self._prompts
         self._echoed = [not job.echo] * len(prompts)
         self._texts = [TokenText(decode, job.stops, prompt) for prompt in prompts]
         self._tokens: list[list[NewToken]] = [[] for _ in prompts]
@@ -346,14 +350,16 @@ class CompletionEvents:
         """The prompt, once, if it is wanted."""
         if self._echoed[index]:
             return
-        self._echoed[index], ids = True, self._prompts[index]
+        self._echoed[index] = True
+        ids = self._prompts[index]
         if scores is not None:
             values = zip(ids, [None, *scores.logprobs], [[], *scores.top], strict=True)
             self._tokens[index] = [NewToken(index, *entry) for entry in values]
         yield self._event(index, self._api.service.tokenizer.decode(ids), None)
 
     def _event(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        tokens, self._tokens[index] = self._tokens[index], []
+        tokens = self._tokens[index]
+        self._tokens[index] = []
         logprobs = None
         if self._job.logprobs:
             logprobs = self._api.logprobs_of(

@@ -27,14 +27,16 @@ class MegatronApi:
         Raises:
             UserError: If the request is invalid or does not fit the tokenizer or the model.
         """
-        request, service = read(body, self.defaults), self.service
+        request = read(body, self.defaults)
+        service = self.service
         # As in Megatron, a text starts after the end of another.
         prompts = service.encode_prompts(
             request.prompts, request.tokens_to_generate, add_bos=request.add_BOS
         )
         limit = request.tokens_to_generate
         new_tokens = self.defaults.tokens_to_generate if limit is None else limit
-        beam, stop_token = None, request.stop_token
+        beam = None
+        stop_token = request.stop_token
         vocab = service.model.config.vocab_size
         if stop_token is not None and stop_token >= vocab:
             raise user_error("stop-token-out-of-range", stop_token=stop_token, vocab=vocab)
@@ -71,7 +73,8 @@ class MegatronApi:
 
     def response(self, job: GenerationJob, finished: Finished) -> dict[str, Any]:
         """The JSON object of Megatron's server."""
-        tokenizer, result = self.service.tokenizer, finished.result
+        tokenizer = self.service.tokenizer
+        result = finished.result
         decode = tokenizer.decode
         beams = [item for item in result if isinstance(item, Hypothesis)]
         sequences = [item for item in result if isinstance(item, TextSequence)]

@@ -26,7 +26,7 @@ class TimedOut(Exception):
 
 
 class TooManyWaiting(Exception):
-    """As many jobs wait as may."""
+    """The queue of waiting jobs is full."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class NewToken:
     logprob: float | None
     top: list[tuple[int, float]]
     prompt_scores: Scores | None = None
-    """With the first token, if they are wanted."""
+    """Scores of the prompt's tokens, sent with the first token if the job requests them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Ticket:
     listener: Callable[[Event], None]
     """Called by the scheduler's thread."""
     deadline: float
-    """On the monotonic clock."""
+    """Deadline of the job, in seconds of the monotonic clock."""
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None
     """Time at which the first token was chosen."""
@@ -120,11 +120,15 @@ class Scheduler:
             link: Connects the ranks.
             max_waiting: Number of jobs that may wait while all slots of the engine are in use.
         """
-        self.generated = self.prompted = 0
-        self._engine, self._start, self._link, self._max_waiting = engine, start, link, max_waiting
+        self.generated = 0
+        self.prompted = 0
+        self._engine = engine
+        self._start = start
+        self._link = link
+        self._max_waiting = max_waiting
         self._works: dict[int, _Work] = {}
         self._owners: dict[int, tuple[int, int]] = {}
-        """By the id of a sequence: its job's key, and its number in the job."""
+        """Key of the job, and index of the sequence in the job, by id of the sequence."""
         self._tickets: dict[int, Ticket] = {}
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._keys = itertools.count()
@@ -215,7 +219,8 @@ class Scheduler:
 
     def _commands(self) -> list[object]:
         """Changes since the last step; waits for one if there is no work."""
-        now, commands = time.monotonic(), list[object]()
+        now = time.monotonic()
+        commands = list[object]()
         for ticket in [item for item in list(self._tickets.values()) if now > item.deadline]:
             self._end(ticket.key, Failed(TimedOut()))
             commands.append(_Remove(ticket.key))
@@ -281,7 +286,8 @@ class Scheduler:
             return
         ticket.started = ticket.started or time.monotonic()
         if ticket.job.stream:
-            scores, is_scored = sequence.scores, sequence.config.logprobs
+            scores = sequence.scores
+            is_scored = sequence.config.logprobs
             logprob, top = (scores.logprobs[-1], scores.top[-1]) if is_scored else (None, [])
             prompt = None
             if sequence.config.prompt_logprobs and len(sequence.new_ids) == 1:

@@ -56,18 +56,18 @@ MAX_HELD_BYTES = 8 * MAX_BODY
 MAX_DRAIN_BYTES = 8 * MAX_BODY
 """Bytes of a body that are read: a client reads no response before it has sent its body."""
 BODY_TIMEOUT_S = 60.0
-"""Within which the body must follow, and then be read."""
+"""Seconds within which a body must be received, and the same again for reading it."""
 KEEP_ALIVE_S = 30
-"""After which an idle connection is closed: later than clients close theirs (5 s), which would
-otherwise use one that is being closed."""
+"""Seconds after which an idle connection is closed. Longer than the 5 s of clients, which could
+otherwise send a request on a connection that is being closed."""
 GRACE_S = 1.0
-"""After the deadline of a request, until it ends without an answer of its job."""
+"""Seconds after the deadline of a request at which it ends even if its job has not answered."""
 STALL_S = 60.0
 """Duration of a step of the model after which the server reports that it is not healthy."""
 SHUTDOWN_TIMEOUT_S = 5
-"""For open connections, after a signal."""
+"""Seconds that open connections may last after a signal."""
 EXIT_TIMEOUT_S = 7.0
-"""After a signal, until the process ends while a step is being computed."""
+"""Seconds after a signal at which the process ends even during a step of the model."""
 PAGE_HEADERS = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
 
 
@@ -100,12 +100,15 @@ class TextServer:
         """
         Args:
             scheduler: Runs the jobs.
-            apis: By path.
+            apis: APIs by path.
             log: Called with lines for the log.
-            options: How requests are treated.
+            options: Options of the handling of requests.
             documents: JSON objects by path, for GET.
         """
-        self._scheduler, self._apis, self._log, self._options = scheduler, apis, log, options
+        self._scheduler = scheduler
+        self._apis = apis
+        self._log = log
+        self._options = options
         self._metrics = ServerMetrics(scheduler)
         # In threads, so that long prompts take no time from other requests; an interface that
         # waits, such as for a chat template, delays no other one.
@@ -158,33 +161,22 @@ class TextServer:
             # The model stays in the main thread: a second thread would have threads of its own
             # for matrix products, and they would wait for each other.
             serving = threading.Thread(
-                target=self._serve, args=(server, listener, ends), name="http"
+                target=_serve, args=(server, listener, ends, self._scheduler.stop), name="http"
             )
             serving.start()
             try:
                 self._scheduler.run()
             finally:
-                was_stopped, server.should_exit = server.should_exit, True
+                was_stopped = server.should_exit
+                server.should_exit = True
                 serving.join()
         if ends[0] is not None or not was_stopped:
             raise RuntimeError("the HTTP server has ended by itself") from ends[0]
 
-    def _serve(
-        self, server: uvicorn.Server, listener: socket.socket, ends: list[BaseException | None]
-    ) -> None:
-        """Runs HTTP in its thread, and adds to `ends` the exception that has ended it."""
-        error: BaseException | None = None
-        try:
-            server.run(sockets=[listener])
-        except BaseException as raised:  # SystemExit, too, which would end the thread silently
-            error = raised
-        finally:
-            ends.append(error)
-            self._scheduler.stop()
-
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path, allowed = request.url.path, (error.headers or {}).get("Allow")
+        path = request.url.path
+        allowed = (error.headers or {}).get("Allow")
         message = error.detail
         if error.status_code == 404:
             message = f"{path} does not exist; requests for texts are POST {', '.join(self._apis)}"
@@ -285,7 +277,9 @@ class TextServer:
             TimeoutError: If it does not arrive in time.
             TimedOut: If it cannot be read in time.
         """
-        body, size, has_room = bytearray(), 0, True
+        body = bytearray()
+        size = 0
+        has_room = True
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for part in request.stream():
@@ -317,7 +311,8 @@ class TextServer:
     ) -> AsyncIterator[str]:
         """Server-sent events; ends early with an object that has the key error."""
         stream = api.events(ticket.job)
-        of_token, of_end = stream.of_token, stream.of_end
+        of_token = stream.of_token
+        of_end = stream.of_end
         try:
             while True:
                 async with asyncio.timeout_at(deadline):
@@ -354,12 +349,14 @@ class TextServer:
 
     def _finish(self, ticket: Ticket, finished: Finished) -> None:
         """Records a job with a result."""
-        job, now = ticket.job, time.monotonic()
+        job = ticket.job
+        now = time.monotonic()
         self._metrics.seconds.observe(now - ticket.submitted)
         if ticket.started is not None:
             self._metrics.first_token.observe(ticket.started - ticket.submitted)
         if job.log:
-            tokens, texts = sum(map(len, job.prompts)), len(finished.result)
+            tokens = sum(map(len, job.prompts))
+            texts = len(finished.result)
             new = sum(
                 len(item.new_ids) if isinstance(item, TextSequence) else len(item.ids)
                 for item in finished.result
@@ -381,6 +378,23 @@ class TextServer:
 
     async def _show_metrics(self) -> Response:
         return Response(self._metrics.text(), media_type=self._metrics.content_type)
+
+
+def _serve(
+    server: uvicorn.Server,
+    listener: socket.socket,
+    ends: list[BaseException | None],
+    stop: Callable[[], object],
+) -> None:
+    """Runs HTTP in its thread, and adds to `ends` the exception that has ended it."""
+    error: BaseException | None = None
+    try:
+        server.run(sockets=[listener])
+    except BaseException as raised:  # SystemExit, too, which would end the thread silently
+        error = raised
+    finally:
+        ends.append(error)
+        stop()
 
 
 class _Server(uvicorn.Server):

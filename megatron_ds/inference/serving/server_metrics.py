@@ -33,7 +33,8 @@ class ServerMetrics:
     def __init__(self, scheduler: Scheduler) -> None:
         disable_created_metrics()  # a second time series of each metric
         self._registry = CollectorRegistry()
-        prefix, registry = "megatron_ds", self._registry
+        prefix = "megatron_ds"
+        registry = self._registry
         self.responses = Counter(
             f"{prefix}_responses", "Responses", ["path", "status"], registry=registry
         )

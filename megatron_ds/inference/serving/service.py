@@ -30,7 +30,8 @@ from megatron_ds.tokenizer import Tokenizer
 Search = Generator[None, None, list[Hypothesis]]
 """A computation in steps that is not one of the engine."""
 MIN_CHARS_PER_TOKEN = 16
-"""For vocabularies of short tokens, whose texts also have white space."""
+"""Characters per token that the limit of a prompt's length allows at least, for vocabularies of
+short tokens."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class GenerationJob:
     prompt_logprobs: bool = False
     top_n: int = 0
     newline_rules: tuple[bool, bool, bool] = (False, False, False)
-    """As in `StopRules`."""
+    """Rules for newlines, in the order of `StopRules`."""
     stops: tuple[str, ...] = ()
     """Strings after which a text ends."""
     beam: BeamSearchConfig | None = None
-    """For a beam search, of one prompt."""
+    """Settings of a beam search, which takes one prompt; None to sample."""
     stream: bool = False
     """Report each token."""
     log: bool = True
@@ -64,7 +65,7 @@ class GenerationJob:
 
 
 def random_seed() -> int:
-    """For requests without one."""
+    """Random seed for a request without a seed."""
     return secrets.randbits(63)
 
 
@@ -118,7 +119,9 @@ class TextGenerationService:
         Raises:
             UserError: If a prompt does not fit the tokenizer or the model.
         """
-        encoded, problems, read_chars = list[list[int]](), list[Problem](), 0
+        encoded = list[list[int]]()
+        problems = list[Problem]()
+        read_chars = 0
         vocab = self.model.config.vocab_size
         for index, prompt in enumerate(prompts, start=1):
             read_chars += len(prompt)
@@ -167,7 +170,8 @@ class TextGenerationService:
         limit = self.max_length
         if new_tokens is not None and length + new_tokens > limit:
             # Only what helps: a prompt keeps a token, and a request for some tokens asks for one.
-            excess, advice = length + new_tokens - limit, list[str]()
+            excess = length + new_tokens - limit
+            advice = list[str]()
             if excess < length:
                 advice.append(f"shorten the prompt by {counted(excess, 'token')}")
             if length < limit:

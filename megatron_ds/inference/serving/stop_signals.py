@@ -15,7 +15,8 @@ from pathlib import Path
 from megatron_ds.inference.serving.watchdog import NUMBERS
 
 KILL_AFTER_S = 2.5
-"""After the limit, for the output of a process that ends itself."""
+"""Seconds after the limit at which the process is killed; a process that ends itself writes its
+output in this time."""
 
 
 @contextmanager

@@ -27,11 +27,12 @@ from megatron_ds.config.problems import UserError, sized, user_error
 from megatron_ds.tokenizer.chat_template import LIBRARY, ChatTemplate
 
 START_S = 120.0
-"""For the process to import the library, which takes seconds of a processor."""
+"""Time limit for the start of the process, whose import of the library takes seconds of CPU
+time."""
 WAIT_FACTOR = 6.0
-"""Of the limit of processor time: how long a reply may take on a busy machine."""
+"""Time limit of a reply as a multiple of the limit of CPU time, for busy machines."""
 END_S = 1.0
-"""For a process that has closed its output to exit."""
+"""Seconds within which a process that has closed its output must exit."""
 MAX_CHARS = 2**24
 """Characters of a text."""
 MAX_ERROR_CHARS = 1000
@@ -43,12 +44,12 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What rendering a conversation may need."""
+    """Limits of the resources for rendering a conversation."""
 
     seconds: float = 5.0
-    """Of processor time."""
+    """Seconds of CPU time."""
     memory: int = 500_000_000
-    """Bytes, besides those of the library."""
+    """Bytes of memory in addition to the library's."""
 
 
 class TemplateProcess:
@@ -67,7 +68,7 @@ class TemplateProcess:
         """
         Args:
             template: The template.
-            limits: Of each conversation, the compilation of the template included.
+            limits: Limits of each conversation, compilation of the template included.
             renderer: Module and name of the function that renders, as transformers has it.
         """
         self._limits = limits or TemplateLimits()
@@ -93,7 +94,8 @@ class TemplateProcess:
             if reason := reply.get("limit"):
                 self._replace()
         if reason:
-            seconds, memory = self._limits.seconds, sized(self._limits.memory)
+            seconds = self._limits.seconds
+            memory = sized(self._limits.memory)
             raise user_error(
                 "chat-template-exceeds-limits", seconds=seconds, memory=memory, reason=reason
             )
@@ -195,7 +197,8 @@ def serve(settings: str) -> None:
     The kernel ends it after its time, also while a call holds the interpreter's lock.
     """
     values = json.loads(settings)
-    template, limits = ChatTemplate(**values["template"]), TemplateLimits(**values["limits"])
+    template = ChatTemplate(**values["template"])
+    limits = TemplateLimits(**values["limits"])
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what libraries print
 

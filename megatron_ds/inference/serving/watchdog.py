@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
@@ -34,13 +35,14 @@ def wait_for_signal(numbers: socket.socket) -> bool:
         ready, _, _ = select.select(watched, [], [])
         if COMMANDS in ready:
             return bool(os.read(COMMANDS, 1))
-        if {*numbers.recv(64, socket.MSG_PEEK)} & {*NUMBERS}:
-            return True
+        with suppress(BlockingIOError):  # the other process has read it in between
+            if {*numbers.recv(64, socket.MSG_PEEK | socket.MSG_DONTWAIT)} & {*NUMBERS}:
+                return True
         time.sleep(POLL_S)
 
 
 def main(descriptor: int, limit: float) -> None:
-    """Kills the parent process if it has not ended so many seconds after a signal."""
+    """Kills the parent process if it has not ended `limit` seconds after a signal."""
     parent = os.getppid()
     if not wait_for_signal(socket.socket(fileno=descriptor)):
         return

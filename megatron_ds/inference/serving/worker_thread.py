@@ -94,7 +94,7 @@ class WorkerThread:
 
 
 def _outcome(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """What a call returns, or what it raises."""
+    """Calls a function; returns its result and None, or None and the exception that it raised."""
     try:
         return function(), None
     except BaseException as error:

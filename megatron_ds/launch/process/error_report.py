@@ -29,7 +29,7 @@ class ErrorReport:
     """The report of an error.
 
     Attributes:
-        summary: What happened to the rank, for the other ranks: `failed: ...`.
+        summary: Summary of the failure for the other ranks: `failed: ...`.
         code: Exit status.
         text: Message for the user; the summary if empty.
         traceback: Formatted traceback, empty for users' errors.
@@ -54,7 +54,8 @@ class ErrorReport:
 
 def make_report(error: BaseException) -> ErrorReport:
     """The report of any exception that ends a rank."""
-    summary, message = f"failed: {_first_line(error)}", output.error_message(error)
+    summary = f"failed: {_first_line(error)}"
+    message = output.error_message(error)
     if isinstance(error, RunAborted):
         problems = error.problems if isinstance(error, SettingsRejected) else ()
         return ErrorReport(
@@ -94,7 +95,8 @@ def is_collective_error(error: BaseException) -> bool:
 
 def rendezvous_report(error: str) -> ErrorReport:
     """The report of processes that do not meet."""
-    size, address = environment.world_size(), environment.rendezvous()
+    size = environment.world_size()
+    address = environment.rendezvous()
     problem = Problem("rendezvous-failed", size=size, address=address, error=error)
     return ErrorReport(f"failed: {problem}", ExitCode.ERROR, problem.render())
 

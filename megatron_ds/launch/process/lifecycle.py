@@ -136,9 +136,10 @@ class ProcessLifecycle:
         torch's client of the store waits indefinitely for a server that does not answer.
 
         Args:
-            timeout: After which torch reports ranks that do not come.
+            timeout: Time after which torch reports missing ranks.
         """
-        size, address = environment.world_size(), environment.rendezvous()
+        size = environment.world_size()
+        address = environment.rendezvous()
         others = f"the {size} processes of the run at MASTER_ADDR:MASTER_PORT = {address}"
         end = min(timeout.total_seconds() + GRACE_S, threading.TIMEOUT_MAX)
         # If one host is slow, many ranks wait for it: they report it one after the other.
@@ -147,10 +148,11 @@ class ProcessLifecycle:
             yield
 
     def limited_start(self, timeout: timedelta) -> AbstractContextManager[None]:
-        """Until the ranks watch each other: ends the process if the first rank has become silent.
+        """Context for the start, before the ranks watch each other, that ends the process if the
+        first rank becomes silent.
 
         Args:
-            timeout: For all ranks to come, and for them to connect.
+            timeout: Time limit for all ranks to arrive, and again for them to connect.
         """
         end = 2 * timeout.total_seconds() + ANSWER_S + FAILURE_GRACE_S + GRACE_S
         seconds = min(end, threading.TIMEOUT_MAX)
@@ -176,12 +178,13 @@ class ProcessLifecycle:
             self._board_thread.start()
 
     def on_training_started(self, *, saves: bool) -> None:
-        """From now on a signal is a request to stop after the current step.
+        """Treats further signals as requests to stop after the current step.
 
         Args:
             saves: Whether the run saves a checkpoint then.
         """
-        self._starting, self._saves = False, saves
+        self._starting = False
+        self._saves = saves
         self.host_watch.is_starting = False
 
     def on_finished(self) -> None:
@@ -225,7 +228,8 @@ class ProcessLifecycle:
 
     def _check_hang(self) -> None:
         """Ends the process if it is overdue, or if another rank has reported that it is."""
-        peer, seconds = self._peer_exit, self.hang_watch.overdue_s()
+        peer = self._peer_exit
+        seconds = self.hang_watch.overdue_s()
         announced = peer is not None and peer.code == ExitCode.HUNG
         if (announced or seconds) and self._exit_lock.acquire(blocking=False):
             self._end.end_hung(peer if announced else None)
@@ -327,7 +331,8 @@ class ProcessLifecycle:
     def _kill_if_stuck(self) -> None:
         """Ends the process if the main thread has not done so within the grace period."""
         deadline = time.monotonic() - GRACE_S
-        peer, reason = self._peer_exit, self.stop_request.reason
+        peer = self._peer_exit
+        reason = self.stop_request.reason
         lost_peer = peer is not None and self._peer_exit_at < deadline
         late = self._signalled_at is not None and self._signalled_at < deadline
         if (lost_peer or (self._starting and late)) and self._exit_lock.acquire(blocking=False):

@@ -31,7 +31,7 @@ def begin() -> None:
 
 
 def finish() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt, which the program handles."""
+    """Restores KeyboardInterrupt for Ctrl-C, which the program handles from then on."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

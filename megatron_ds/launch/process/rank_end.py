@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, ignore
 from megatron_ds.launch import attempts, environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process import rank_log
@@ -70,9 +70,11 @@ def verdict_of_error(
         has_board: Whether the ranks know each other. Otherwise only one of a host reports an error
             that all have.
     """
-    is_local_first, is_first = environment.local_rank() == 0, environment.rank() == 0
+    is_local_first = environment.local_rank() == 0
+    is_first = environment.rank() == 0
     if start is not None:
-        failure, text = start.text if is_local_first else "", output.with_rank_prefix(start.text)
+        failure = start.text if is_local_first else ""
+        text = output.with_rank_prefix(start.text)
         return ExitVerdict(ExitCode(start.code), text, is_first, True, failure)
     if first is None:
         is_printed = has_board or not report.is_common or is_local_first
@@ -139,20 +141,23 @@ class RankEnd:
 
     def end_by_error(self, report: ErrorReport) -> NoReturn:
         """Ends a rank that failed by itself."""
-        start, board = self.find_start_verdict(report), self.board
-        local = posted = RankExit(environment.rank(), report.summary, report.code)
+        start = self.find_start_verdict(report)
+        board = self.board
+        local = RankExit(environment.rank(), report.summary, report.code)
+        posted = local
         if board is not None:
             posted = call_with_timeout(lambda: board.post(local), default=local)
         first = None if posted == local else posted
         verdict = verdict_of_error(report, start, first, has_board=board is not None)
-        leave_store = self.roll_call.say_goodbye if start is not None else lambda: None
-        self._end(verdict, leave_store if board is None else lambda: time.sleep(STORE_S))
+        leave_store = self.roll_call.say_goodbye if start is not None else ignore
+        self._end(verdict, leave_store if board is None else functools.partial(time.sleep, STORE_S))
 
     def end_after_peer(self, peer: RankExit) -> NoReturn:
         """Ends a rank because another one exited. The first rank to do so names that one."""
         if peer.code == ExitCode.HUNG:
             self.end_hung(peer)
-        process, board = self.peers.get(peer.rank), self.board
+        process = self.peers.get(peer.rank)
+        board = self.board
         if process is not None:
             wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
         is_first = board is None or call_with_timeout(board.is_first_report, default=True)
@@ -167,7 +172,9 @@ class RankEnd:
         Args:
             first: The announcement of another rank, if there is one.
         """
-        rank, watch, board = environment.rank(), self.hang_watch, self.board
+        rank = environment.rank()
+        watch = self.hang_watch
+        board = self.board
         local = RankExit(rank, f"has made no progress for {watch.timeout_s:g} s", ExitCode.HUNG)
         report = watch.write_report(rank)
         stopped = {peer for peer, process in self.peers.items() if process.is_stopped()}
@@ -181,7 +188,8 @@ class RankEnd:
                     exchange_reports, board, report, collects=first == local, without=len(stopped)
                 )
                 answers = call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
-        is_first, text = first == local, ""
+        is_first = first == local
+        text = ""
         if answers is None:  # the store does not answer: each host reports what it sees
             answers = [report], sorted(stopped | ({0} if board is not None else set()))
             is_first = rank == min({rank, *self.peers} - stopped)
@@ -201,7 +209,7 @@ class RankEnd:
 
         self._end(verdict_of_hang(text, first), end_stopped)
 
-    def _end(self, verdict: ExitVerdict, then: Callable[[], object] = lambda: None) -> NoReturn:
+    def _end(self, verdict: ExitVerdict, then: Callable[[], object] = ignore) -> NoReturn:
         """Prints a verdict, and ends the process after a last call."""
         if verdict.text:
             say(output.print_error if verdict.is_printed else rank_log.note, verdict.text)

@@ -19,7 +19,8 @@ class _Copying:
     """A stream whose text is also written to a log; everything else is the stream's own."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
-        self.stream, self.log = stream, log
+        self.stream = stream
+        self.log = log
 
     def write(self, text: str) -> int:
         # A full disk, or a terminal that was closed, must not cost the other copy.

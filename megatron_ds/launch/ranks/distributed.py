@@ -56,8 +56,8 @@ class ProcessContext:
     """Locations of the first rank and the ranks of this host; on the first rank, of all. By rank,
     in their order."""
     missing_variables: Mapping[str, list[str]] = field(default_factory=dict)
-    """On the first rank, variables of the launcher or of this rank, with the hosts that lack
-    them."""
+    """Hosts that lack a variable of the launcher or of this rank, by variable; on the first rank
+    only."""
 
 
 def init_distributed(
@@ -72,7 +72,7 @@ def init_distributed(
     Args:
         config: Backend and timeout.
         rendezvous: Entered while this process waits for the other ones.
-        roll_call: Of the run: all ranks must pass it before they form the group.
+        roll_call: Roll call of the run, which all ranks must pass before they form the group.
 
     Raises:
         HostsDiffer: If the run cannot start on all hosts.
@@ -165,7 +165,8 @@ def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
     import torch
     import torch.distributed as dist
 
-    device, backend = torch.device(HOST), "gloo"
+    device = torch.device(HOST)
+    backend = "gloo"
     if accelerator := torch.accelerator.current_accelerator(check_available=True):
         device = torch.device(accelerator.type, environment.local_rank())
         torch.accelerator.set_device_index(device.index)
@@ -182,8 +183,8 @@ def exchange_locations(
     """Locations of the ranks, and variables that hosts lack; see `ProcessContext`. Collective.
 
     Args:
-        location: Of this process.
-        variables: Of this process.
+        location: Location of this process.
+        variables: Variables of this process.
     """
     key = location.host if rank() else ""
     message = [location.to_json(), variables.to_json()]
@@ -307,7 +308,7 @@ class ExitBoard:
         """Posts the report of a rank that hangs.
 
         Args:
-            report: Of this rank.
+            report: Report of this rank.
             expected: Reports for which this rank waits to read them; None if another rank does.
             timeout_s: Longest wait for the other ranks.
 
@@ -316,7 +317,8 @@ class ExitBoard:
         """
         keys = [f"report of rank {peer}" for peer in range(world_size())]
         self._store.set(keys[rank()], report)
-        count, end = self._store.add("reports", 1), time.monotonic() + timeout_s
+        count = self._store.add("reports", 1)
+        end = time.monotonic() + timeout_s
         if expected is None:
             while not self._store.check(["silent ranks"]) and time.monotonic() < end + 1.0:
                 time.sleep(0.1)

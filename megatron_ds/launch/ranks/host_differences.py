@@ -18,7 +18,11 @@ fail from 5 and 15 minutes on, during the run; logs of several hosts are already
 SHOWN_PLACES = 3
 SHOWN_FILES = 3
 MISSING = "missing"
-SETTINGS, DATA, CONTENT, SOFTWARE, DEVICES = "settings", "data", "content", "software", "devices"
+SETTINGS = "settings"
+DATA = "data"
+CONTENT = "content"
+SOFTWARE = "software"
+DEVICES = "devices"
 SOURCE = "source"
 """The section of the package's files, whose differences are one problem."""
 MODULES = "modules"
@@ -32,7 +36,7 @@ class RankEntry:
     Attributes:
         rank: Global rank.
         host: Name of its host.
-        facts: By section and name; a rank may lack a section, which is then not compared.
+        facts: Facts by section and name. A section that a rank lacks is not compared.
         problems: Why it cannot start.
         code: Exit status that the problems have by themselves.
         is_first: Whether it is the first rank of its host, or of a container there.
@@ -65,7 +69,7 @@ def judge(
     """The verdict on a run.
 
     Args:
-        entries: Of the ranks that have come.
+        entries: Answers of the ranks that have arrived.
         others: Further differences of the hosts.
         absent: About ranks that have not come in time.
     """

@@ -18,8 +18,18 @@ from megatron_ds.launch.ranks import launched_hosts
 from megatron_ds.launch.watch import liveness
 
 PREFIXES = (
-    *("NCCL_", "TORCH_NCCL_", "GLOO_", "MEGATRON_DS_", "HF_", "WANDB_", "PYTORCH_", "TRITON_"),
-    *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "DS_ACCELERATOR"),
+    "NCCL_",
+    "TORCH_NCCL_",
+    "GLOO_",
+    "MEGATRON_DS_",
+    "HF_",
+    "WANDB_",
+    "PYTORCH_",
+    "TRITON_",
+    "TORCH_EXTENSIONS_DIR",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "OMP_NUM_THREADS",
+    "DS_ACCELERATOR",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )
 """The beginnings of the names that change what a run does, or where it reads and writes."""
@@ -32,7 +42,7 @@ class HostVariables:
 
     host: str
     own: frozenset[str]
-    """As the rank was started: libraries set some of them later."""
+    """Names at the start of the rank; libraries set further variables later."""
     launcher: frozenset[str]
     """Only of a `deepspeed` command that runs on this host and started this rank over ssh."""
 
@@ -55,12 +65,13 @@ def find_missing(ranks: Sequence[HostVariables]) -> dict[str, list[str]]:
     """Variables of the command that ranks lack, and variables of rank 0 that other hosts lack.
 
     Args:
-        ranks: By rank.
+        ranks: Variables by rank.
 
     Returns:
         By variable, the hosts that lack it, in the order of their ranks.
     """
-    first, missing = ranks[0], {}
+    first = ranks[0]
+    missing = {}
     for name in sorted(first.own.union(*(rank.launcher for rank in ranks))):
         lacking = [rank.host for rank in ranks if name not in rank.own]
         if name in first.own:
@@ -82,8 +93,8 @@ def _relevant(names: frozenset[str]) -> frozenset[str]:
 def _launcher_names() -> frozenset[str]:
     """Variables of the client of ssh, on this host, that started this rank's DeepSpeed agent.
 
-    It has the variables of the `deepspeed` command. Empty if there is none: the command runs on
-    another host, or started the agent without ssh.
+    It has the variables of the `deepspeed` command. Empty without such a client: the command runs
+    on another host, or started the agent without ssh.
     """
     pids = launched_hosts.ssh_clients()
     return liveness.initial_environment(min(pids)) if pids else frozenset()

@@ -71,7 +71,8 @@ class LaunchWatch:
         if environment.local_rank() or time.monotonic() < self._due:
             return []
         self._due = time.monotonic() + WATCH_INTERVAL_S
-        hosts, before = hosts_of_ranks(), self._lost
+        hosts = hosts_of_ranks()
+        before = self._lost
         clients = [words for words in ssh_clients().values() if words[0] == "ssh"]
         connected = {host for host in hosts if any(host in words for words in clients)}
         self._lost = [n for n, host in enumerate(hosts) if connected and host not in connected]
@@ -80,7 +81,8 @@ class LaunchWatch:
 
 def describe(ranks: Iterable[int]) -> str:
     """Such as `rank 3`, or `ranks 2, 3 on node2` where the hosts are known."""
-    listed, known = sorted(ranks), hosts_of_ranks()
+    listed = sorted(ranks)
+    known = hosts_of_ranks()
     hosts = list(dict.fromkeys(known[rank] for rank in listed if rank < len(known)))
     more = f" and {len(hosts) - SHOWN_RANKS} more" if len(hosts) > SHOWN_RANKS else ""
     return ranks_text(listed) + (f" on {', '.join(hosts[:SHOWN_RANKS])}{more}" if hosts else "")

@@ -29,12 +29,12 @@ def exchange(
     """Sends a message to the first rank and returns its answer. Collective.
 
     Args:
-        store: Of the process group.
-        rank: Of this process.
+        store: Store of the process group.
+        rank: Rank of this process.
         world_size: Number of processes.
-        message: Of this rank; a value of JSON, as are the answers.
+        message: Message of this rank, a JSON value like the answers.
         answer: Called on the first rank with all messages, by rank; gives the answers by key.
-        key: Of the answer for this rank.
+        key: Key of the answer for this rank.
     """
     name = f"exchange {store.add(f'exchanges of rank {rank}', 1)}"
     if rank:

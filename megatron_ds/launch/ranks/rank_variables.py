@@ -18,13 +18,17 @@ Environment = Mapping[str, str]
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 LOCAL_RANK_VARIABLES = (
-    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-    *("PMI_LOCAL_RANK", "SLURM_LOCALID"),
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "SLURM_LOCALID",
 )
 AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 """Set by the agents of `torchrun` and `deepspeed`, which start the ranks of a host."""
 AGENT_COUNT_VARIABLES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
-"""Number of agents in one training run, as of `torchrun` and `deepspeed`."""
+"""Variables of `torchrun` and `deepspeed` with the number of agents in one training run."""
 SUFFIXES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 MPI_VARIABLES = {
     "Open MPI": [f"OMPI_COMM_WORLD_{suffix}" for suffix in SUFFIXES],
@@ -146,7 +150,7 @@ def _require_single_process(env: Environment) -> None:
 
 
 def _mpi_task(env: Environment) -> Task | None:
-    """The process as of the MPI that started it; None if none did."""
+    """Rank and size that the MPI launcher assigned to the process; None without MPI."""
     for program, names in MPI_VARIABLES.items():
         present = [name for name in names[:3] if name in env]
         if len(present) == 3:
@@ -161,7 +165,7 @@ def _mpi_task(env: Environment) -> Task | None:
 
 
 def _slurm_task(env: Environment) -> Task | None:
-    """The process as of the srun that started it; None if none did, or a single one."""
+    """Rank and size that srun assigned to the process; None without srun, or for a single task."""
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     names = ("SLURM_PROCID", size_name, "SLURM_LOCALID")
     if env.get(size_name, "1") == "1" or _is_outside_steps(env):
@@ -232,7 +236,8 @@ def _rendezvous(env: Environment, task: Task) -> dict[str, str]:
         host = "127.0.0.1" if task.local_size == task.size else task.first_host
     if host is None:
         export = "srun --export=ALL," if task.program == "Slurm" else "mpirun -x "
-        program, size = task.program, task.size
+        program = task.program
+        size = task.size
         raise user_error("rendezvous-host-unknown", program=program, size=size, export=export)
     here = env.get("SLURMD_NODENAME", host)
     if task.values["RANK"] == 0 and host == task.first_host != here and "MASTER_ADDR" not in env:

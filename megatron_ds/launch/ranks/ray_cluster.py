@@ -24,8 +24,10 @@ PATIENCE_S = 120.0
 of a process that has died on another node."""
 PROBE_S = 10.0
 """Time within which a cluster accepts a connection."""
-LOOK_S, NODE_S = 10.0, 300.0
-"""Interval of the check that a live node has enough CPUs, and how long it may fail."""
+LOOK_S = 10.0
+"""Interval of the check that a live node has enough CPUs."""
+NODE_S = 300.0
+"""Time for which this check may fail before the run ends."""
 SHOWN_CHARACTERS = 4000
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent exits."""
@@ -79,7 +81,8 @@ class RayCluster:
 
         Raises:
             UserError: If a command ends with an error, with its message, or is killed again and
-                again, or no node has so many CPUs any more. Other commands are ended then.
+                again, or no node has `cores` CPUs any longer. The remaining commands are ended
+                then.
         """
         import ray
 

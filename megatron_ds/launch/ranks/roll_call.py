@@ -54,8 +54,10 @@ LEADER = "leader"
 """Key of the token of the first rank, below which it reads and writes. A store that outlives its
 ranks, such as torchrun's agent's, has the tokens of earlier attempts: a rank begins again when the
 token changes, and only takes what the first rank has written for its own token."""
-SILENT_S, REMINDER_S = 5.0, 60.0
-"""Delay until the first rank logs which ranks it waits for, and the interval afterwards."""
+SILENT_S = 5.0
+"""Delay until the first rank logs which ranks it waits for."""
+REMINDER_S = 60.0
+"""Interval of these logs afterwards."""
 
 
 class HostsDiffer(RunAborted):
@@ -93,7 +95,7 @@ class RollCall:
         """Adds what this rank was started with.
 
         Args:
-            section: As in `host_differences`.
+            section: Section, see `host_differences`.
             facts: Names and values, which must be equal on all ranks.
         """
         self._facts[section] = facts
@@ -104,7 +106,7 @@ class RollCall:
         """Waits for the verdict. Collective, before the process group exists.
 
         Args:
-            timeout: For all ranks to come.
+            timeout: Time limit for all ranks to arrive.
             meeting: Entered while this rank looks for the store.
 
         Raises:
@@ -114,7 +116,8 @@ class RollCall:
         if environment.world_size() == 1:
             return
         try:
-            self._verdict = verdict = self._take_part(timeout.total_seconds(), meeting=meeting)
+            self._verdict = self._take_part(timeout.total_seconds(), meeting=meeting)
+            verdict = self._verdict
         finally:
             self.is_over = True
         if verdict.text:
@@ -134,7 +137,7 @@ class RollCall:
             lost: Number of ranks that will not come.
 
         Returns:
-            The verdict on the run; None if there is none within `REPORT_S`.
+            The verdict on the run; None without a verdict within `REPORT_S`.
         """
         is_cut_off = self._takes_part and self._store is None
         if self.is_over or is_cut_off or not environment.spans_hosts():
@@ -154,14 +157,15 @@ class RollCall:
         return self._verdict
 
     def say_goodbye(self) -> None:
-        """On the first rank: keeps the store until all ranks have read the verdict."""
+        """Keeps the store open on the first rank until all ranks have read the verdict."""
         if self._leader is not None and self._verdict is not None:
             with suppress(RuntimeError):
                 self._leader.say_goodbye(self._verdict)
 
     def close(self) -> None:
         """Leaves the store, which the process group has opened meanwhile."""
-        self._store = self._leader = None
+        self._store = None
+        self._leader = None
 
     def _take_part(
         self,
@@ -173,12 +177,16 @@ class RollCall:
     ) -> Verdict:
         self._takes_part = True
         with meeting():
-            self._store = store = _connect(timeout_s)
-        rank, token = environment.rank(), secrets.token_hex(8)
-        is_first, host = environment.local_rank() == 0, socket.gethostname()
+            self._store = _connect(timeout_s)
+            store = self._store
+        rank = environment.rank()
+        token = secrets.token_hex(8)
+        is_first = environment.local_rank() == 0
+        host = socket.gethostname()
         entry = RankEntry(rank, host, self._all_facts(), problems, code, is_first)
         if rank == 0 and self._leader is None:
-            self._leader = leader = _Leader(_below(token, store), self.probe)
+            self._leader = _Leader(_below(token, store), self.probe)
+            leader = self._leader
             self._post(token, token, entry, lost)
             store.set(LEADER, token)
             self._verdict = leader.decide(timeout_s)
@@ -187,7 +195,8 @@ class RollCall:
         while True:
             first = _wait_for(store, LEADER, end).decode()
             self._post(first, token, entry, lost)
-            call, is_current = _below(first, store), functools.partial(_is_leader, store, first)
+            call = _below(first, store)
+            is_current = functools.partial(_is_leader, store, first)
             with suppress(_AnotherAttempt):
                 if is_first and rank != 0:
                     question = json.loads(_wait_for(call, f"question {token}", end, is_current))
@@ -206,7 +215,8 @@ class RollCall:
     def _post(self, first: str, token: str, entry: RankEntry, lost: int) -> None:
         """Writes an entry; facts that another rank has written are only named."""
         assert self._store is not None
-        call, digests = _below(first, self._store), {}
+        call = _below(first, self._store)
+        digests = {}
         for section, values in entry.facts.items():
             text = json.dumps(values)
             digests[section] = hashlib.sha256(text.encode()).hexdigest()
@@ -224,12 +234,13 @@ class _Leader:
     """The first rank's part: it collects the reports of the ranks, asks the hosts, and decides.
 
     Args:
-        call: What is below the token of the first rank.
+        call: Part of the store below the token of the first rank.
         probe: A question to the hosts.
     """
 
     def __init__(self, call: Store, probe: Probe | None) -> None:
-        self._call, self._probe = call, probe
+        self._call = call
+        self._probe = probe
         self._size = environment.world_size()
         self._tokens: dict[int, str] = {}
         """Tokens of the ranks that have read, or will read, the verdict."""
@@ -238,7 +249,9 @@ class _Leader:
         """Waits for all ranks, and gives them the verdict."""
         absent = self._wait_for_all(timeout_s)
         entries = self._read_entries()
-        asked, question, problems = time.time(), None, list[Problem]()
+        asked = time.time()
+        question = None
+        problems = list[Problem]()
         if self._probe is not None and environment.spans_hosts():
             question = self._probe.ask()
         answers, silent = self._ask(question, [entry for entry in entries if entry.is_first])
@@ -276,7 +289,9 @@ class _Leader:
 
         Containers of one host may have its name.
         """
-        tokens, answers, silent = dict[str, str](), dict[str, Any](), list[str]()
+        tokens = dict[str, str]()
+        answers = dict[str, Any]()
+        silent = list[str]()
         for entry in firsts[1:]:
             is_known = entry.host == firsts[0].host or entry.host in tokens
             name = f"{entry.host} (rank {entry.rank})" if is_known else entry.host
@@ -293,12 +308,17 @@ class _Leader:
 
     def _wait_for_all(self, timeout_s: float) -> Problem | None:
         """Waits until all ranks are there, or some cannot start and no others come."""
-        start, size, failed, missing = time.monotonic(), self._size, False, ""
-        end, reminder = start + timeout_s, start + SILENT_S
+        start = time.monotonic()
+        size = self._size
+        failed = False
+        missing = ""
+        end = start + timeout_s
+        reminder = start + SILENT_S
         while self._call.add("present", 0) + self._call.add("lost", 0) < size:
             now = time.monotonic()
             if not failed and self._call.add("failed", 0):
-                failed, end = True, min(end, now + FAILURE_GRACE_S)
+                failed = True
+                end = min(end, now + FAILURE_GRACE_S)
             if now > min(reminder, end):
                 missing = launched_hosts.describe(self._ranks(present=False))
             if now > end and failed:
@@ -350,7 +370,8 @@ def _connect(timeout_s: float) -> Store:
 
     host, _, port = environment.rendezvous().rpartition(":")
     is_host = environment.rank() == 0 and not environment.is_store_of_agent()
-    timeout, options = timedelta(seconds=timeout_s), {"multi_tenant": True}
+    timeout = timedelta(seconds=timeout_s)
+    options = {"multi_tenant": True}
     store = TCPStore(host, int(port), None, is_host, timeout, wait_for_workers=False, **options)
     return _below("roll call", store)
 
@@ -365,8 +386,12 @@ def _is_leader(store: Store, token: str) -> bool:
     return bool(store.get(LEADER).decode() == token)
 
 
+def _always() -> bool:
+    return True
+
+
 def _wait_for(
-    store: Store, key: str, end: float, is_current: Callable[[], bool] = lambda: True
+    store: Store, key: str, end: float, is_current: Callable[[], bool] = _always
 ) -> bytes:
     """The value of a key, once it is there.
 

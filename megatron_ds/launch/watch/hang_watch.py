@@ -22,9 +22,12 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.launch import environment
 from megatron_ds.launch.ranks.distributed import ExitBoard
 from megatron_ds.launch.ranks.launched_hosts import SHOWN_RANKS, ranks_text
+from megatron_ds.launch.watch.poll_clock import PollClock
 
 EXCHANGE_S = 5.0
 """Time for all ranks to report where they are when one of them is overdue."""
+SUSPENDED_S = 5.0
+"""Time between two polls, after which the process was suspended."""
 SHOWN_COLLECTIVES = 10
 
 
@@ -37,7 +40,7 @@ class HangReport:
         place: Host and process.
         iteration: Last iteration that it completed.
         collective: The last collective that it started.
-        file: With its stacks; "" if it could not be written.
+        file: File with its stack traces; "" if it could not be written.
     """
 
     rank: int
@@ -50,21 +53,26 @@ class HangReport:
 class HangWatch:
     """Watches for a rank that makes no progress: that ends no step and no part of an evaluation.
 
-    Without a timeout it is never overdue.
+    Without a timeout it is never overdue. Time in which this process is suspended does not count:
+    if all ranks were, as by a batch system, they continue. If only one was, the other ranks find
+    that they wait for it.
 
     Args:
         timeout_s: Seconds without progress after which the rank is overdue.
-        patient_s: As many for phases of unpredictable duration, if that is more.
-        folder: Of the reports.
+        patient_s: Seconds for phases of unpredictable duration, if that is more.
+        folder: Folder of the reports.
     """
 
     def __init__(
         self, timeout_s: float | None = None, patient_s: float = 0.0, folder: Path = Path()
     ) -> None:
-        self.timeout_s, self.iteration = timeout_s, 0
-        self._patient_s, self._folder = max(patient_s, timeout_s or 0.0), folder
+        self.timeout_s = timeout_s
+        self.iteration = 0
+        self._patient_s = max(patient_s, timeout_s or 0.0)
+        self._folder = folder
         self._limit_s: float | None = None
         self._since = time.monotonic()
+        self._clock = PollClock()
 
     def running(self) -> AbstractContextManager[None]:
         """Around the part of the run that is watched."""
@@ -89,9 +97,13 @@ class HangWatch:
         self._allow(self._limit_s)
 
     def overdue_s(self) -> float | None:
-        """The seconds without progress, if they are more than allowed."""
+        """The seconds without progress, if they are more than allowed. To be asked regularly."""
+        pause = self._clock.poll()
+        now = time.monotonic()
         limit = self._limit_s
-        passed = time.monotonic() - self._since
+        if pause > SUSPENDED_S:
+            self._since = min(self._since + pause, now)
+        passed = now - self._since
         return passed if limit is not None and passed > limit else None
 
     def write_report(self, rank: int) -> HangReport:
@@ -103,7 +115,8 @@ class HangWatch:
         origin = f"{socket.gethostname()}, process {os.getpid()}"
         collectives = last_collectives()
         last = collectives[-1] if collectives else "an unknown collective"
-        now, passed = time.strftime("%Y-%m-%dT%H:%M:%S"), time.monotonic() - self._since
+        now = time.strftime("%Y-%m-%dT%H:%M:%S")
+        passed = time.monotonic() - self._since
         head = f"{now} rank {rank} on {origin}: no progress for {passed:.1f} s"
         done = f"last iteration that was completed: {self.iteration}"
         title = "last collectives, the newest at the end:"
@@ -144,7 +157,8 @@ def last_collectives() -> list[str]:
         return []
     world: Any = dist.distributed_c10d._world
     with suppress(RuntimeError, ValueError, KeyError, TypeError):  # the format is torch's own
-        names, members = world.pg_names, world.pg_group_ranks
+        names = world.pg_names
+        members = world.pg_group_ranks
         # Groups without this rank have no name.
         ranks = {names[group]: [*members[group]] for group in members if group in names}
         entries = json.loads(dump(True, False))["entries"]
@@ -170,8 +184,8 @@ def exchange_reports(
     """Posts a report; returns all ranks' reports if this one collects them, and silent ranks.
 
     Args:
-        board: Of the run.
-        report: Of this rank.
+        board: Board of the run.
+        report: Report of this rank.
         collects: This rank reads the reports; the other ones wait until it has.
         without: Number of ranks that cannot report.
     """
@@ -187,7 +201,7 @@ def hang_problem(
     """The message of a hung run.
 
     Args:
-        reports: Of the ranks that answered.
+        reports: Reports of the ranks that answered.
         silent: Ranks that did not, with what is known of them.
         seconds: The timeout.
     """

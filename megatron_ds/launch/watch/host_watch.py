@@ -12,13 +12,13 @@ Starts no thread and ends no process: `lifecycle` polls.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.ranks.distributed import ExitBoard
 from megatron_ds.launch.watch.liveness import HostLocation, RankExit
+from megatron_ds.launch.watch.poll_clock import PollClock
 
 START_S = 60.0
 """Shortest time after which a host is lost during the start."""
@@ -31,7 +31,7 @@ class HostWatch:
         is_starting: Whether the run has not begun to train.
 
     Args:
-        locations: Of rank 0 and of the ranks of this host; on rank 0, of all.
+        locations: Locations of rank 0 and of the ranks of this host; on rank 0, of all ranks.
         rank: This rank.
         timeout_s: Seconds of silence after which a host is lost.
         poll_s: Seconds between two polls.
@@ -47,9 +47,12 @@ class HostWatch:
         first_ranks: dict[str, int] = {}
         for peer, location in sorted(locations.items()):
             first_ranks.setdefault(location.host, peer)
-        self._locations, self._rank, self._timeout_s = locations, rank, timeout_s
-        self._poll_s, self.is_starting = poll_s, True
-        self._polled_at, self._suspended_s = time.monotonic(), 0.0
+        self._locations = locations
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._poll_s = poll_s
+        self.is_starting = True
+        self._clock = PollClock()
         self._others = [*first_ranks.values()][1:]
         self._is_elsewhere = bool(locations) and locations[rank].host != locations[0].host
         self._signs: list[bytes] = []
@@ -76,7 +79,7 @@ class HostWatch:
     @property
     def suspended_s(self) -> float:
         """The longest time that has passed between two polls."""
-        return max(self._suspended_s, time.monotonic() - self._polled_at)
+        return self._clock.longest_s
 
     @property
     def was_suspended(self) -> bool:
@@ -85,7 +88,7 @@ class HostWatch:
 
     def poll(self) -> RankExit | None:
         """The loss of the host of rank 0, if its store has not answered for too long."""
-        self._suspended_s, self._polled_at = self.suspended_s, time.monotonic()
+        self._clock.poll()
         self._unanswered += self._is_elsewhere
         return self._lost(0, self._unanswered)
 

@@ -20,8 +20,14 @@ from megatron_ds.launch.environment import core_numbers, host_suffix
 from megatron_ds.launch.exit_codes import ExitCode
 
 PROC = Path("/proc")
-STAT_STATE, STAT_PARENT, STAT_START_TIME, STAT_EXIT_CODE = 0, 1, 19, 49
-"""Positions in /proc/PID/stat after the command's name: fields 3, 4, 22 and 52 of proc(5)."""
+STAT_STATE = 0
+"""Position in /proc/PID/stat after the command's name: field 3 of proc(5)."""
+STAT_PARENT = 1
+"""Position in /proc/PID/stat after the command's name: field 4 of proc(5)."""
+STAT_START_TIME = 19
+"""Position in /proc/PID/stat after the command's name: field 22 of proc(5)."""
+STAT_EXIT_CODE = 49
+"""Position in /proc/PID/stat after the command's name: field 52 of proc(5)."""
 
 DEEPSPEED_AGENT = "deepspeed.launcher.launch"
 """The process of the `deepspeed` command that starts the ranks of one host."""
@@ -63,7 +69,8 @@ class ProcessHandle:
                 os.kill(self.pid, signal.SIGKILL)
 
     def exit_status(self) -> int | None:
-        """Status as of subprocess: negative for a signal. None once the zombie was reaped."""
+        """Exit status in the convention of `subprocess`, negative for a signal; None once the
+        zombie was reaped."""
         fields = _stat(self.pid)
         if len(fields) <= STAT_EXIT_CODE or fields[STAT_START_TIME] != self.started:
             return None
@@ -90,7 +97,8 @@ class HostLocation:
 
         The PID namespace separates containers of one host, the boot ID hosts of one name.
         """
-        namespace = boot = ""
+        namespace = ""
+        boot = ""
         with suppress(OSError):
             namespace = os.readlink(PROC / "self" / "ns" / "pid")
         with suppress(OSError):
@@ -103,7 +111,8 @@ class HostLocation:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> HostLocation:
-        process, cores = ProcessHandle(**values["process"]), frozenset(values["cores"])
+        process = ProcessHandle(**values["process"])
+        cores = frozenset(values["cores"])
         return cls(**{**values, "process": process, "cores": cores})
 
 
@@ -113,7 +122,7 @@ class RankExit:
 
     Attributes:
         rank: Global rank.
-        reason: What happened to it: `failed: ...`, `was killed by ...`.
+        reason: Reason of the exit: `failed: ...`, `was killed by ...`.
         code: Exit status.
         host: ` on HOST`, if the run has several.
     """
@@ -168,7 +177,8 @@ def describe_silence(
     """
     reasons = {}
     for rank in ranks:
-        process, host = peers.get(rank), hosts.get(rank)
+        process = peers.get(rank)
+        host = hosts.get(rank)
         if process is None:
             where = "" if host is None else f"on {host} "
             reach = f"{host or 'its host'} cannot be reached"
@@ -210,7 +220,7 @@ def runs(pid: int, programs: tuple[str, ...]) -> bool:
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent of a process; None if there is none, or it is unknown."""
+    """Pid of a process's parent; None without a parent, or if it is unknown."""
     fields = _stat(pid)
     return int(fields[STAT_PARENT]) or None if fields else None
 

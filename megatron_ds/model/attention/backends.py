@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.devices import is_host
+from megatron_ds.config.options.parallel import P2P
 from megatron_ds.model.attention.cores import (
     SDPA,
     VARYING_SIZES,
@@ -77,8 +78,8 @@ class EagerBackend:
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
         bias = _score_bias(rule, keys, tables, torch.float32)
         if keys.has_documents:
-            assert keys.packed is not None
-            ids_BS = keys.packed.doc_ids_BS
+            assert keys.documents is not None
+            ids_BS = keys.documents.doc_ids_BS
             bias = bias.masked_fill(ids_BS[:, None, :, None] != ids_BS[:, None, None], -torch.inf)
         bias = bias[(None,) * (4 - bias.dim())]
         if _needs_blocks(rule, keys):
@@ -96,13 +97,15 @@ def _score_bias(
     rule: AttentionRule, keys: Keys, tables: MaskTables, dtype: torch.dtype
 ) -> torch.Tensor:
     """The bias of complete samples, [n or 1, S, S], or of a cache, [B, n or 1, S, L]."""
-    positions_BS, num_keys = keys.positions_BS, keys.num_keys
+    positions_BS = keys.positions_BS
+    num_keys = keys.num_keys
     if num_keys is None or positions_BS is None:
         end = keys.offset + keys.queries
         if keys.offset == 0:
             length = rule.table_length(end) if _needs_blocks(rule, keys) else end
             return tables.bias(rule, length, dtype, keys.device)
-        positions_BS, num_keys = torch.arange(keys.offset, end, device=keys.device)[None], end
+        positions_BS = torch.arange(keys.offset, end, device=keys.device)[None]
+        num_keys = end
     slopes_n = tables.slopes(rule, keys.device)
     positions_BL = keys.positions_of(rule.window)
     seen = num_keys if positions_BL is None else positions_BL
@@ -121,15 +124,13 @@ class AttentionOptions:
     """Backends that a trial has selected for complete samples or documents."""
     packing: PackingOptions | None = None
     """Treatment of document boundaries. None: ignored."""
+    exchanges: tuple[str, ...] = (P2P,)
+    """Kinds of exchange of context-parallel ranks, p2p or all_gather: one, or one per layer."""
 
     @property
     def has_documents(self) -> bool:
         """Whether attention ends with a document."""
         return self.packing is not None and self.packing.reset_attention
-
-    def without_marks(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """The ids of tokens, of which the last one of a document may be marked."""
-        return tokens_BS if self.packing is None else self.packing.without_marks(tokens_BS)
 
     def backend(self, rule: AttentionRule, keys: Keys) -> AttentionBackend:
         """The first backend of the table that computes this attention."""
@@ -157,32 +158,31 @@ def selected_backend(
     """Name of the kernel that scaled_dot_product_attention selects in training.
 
     Args:
-        rule: What the attention computes.
+        rule: Attention rule of the layer.
         config: Architecture.
         batch: Samples of a call.
-        shards: Ranks that share the heads: tensor- and sequence-parallel ones.
+        shards: Ranks that share the heads: tensor-parallel and Ulysses ones.
         dtype: Type of the activations.
         device: Device of the activations.
         order: The kernels to consider.
 
     Returns:
-        The name; None if none of the kernels can compute the call.
+        The name; None if no kernel can compute the call.
     """
     if rule.needs_scores:
         return None
     queries = config.seq_length
 
-    def empty(*shape: int) -> torch.Tensor:
-        """A tensor of this shape that has only a row of memory."""
-        row = torch.empty(shape[-1], dtype=dtype, device=device, requires_grad=True)
-        return row.expand(shape)
+    row_of = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
 
     def heads(count: int, size: int) -> torch.Tensor:
-        return empty(batch, max(1, count // shards), queries, size)
+        """Heads that have only a row of memory."""
+        return row_of(size).expand(batch, max(1, count // shards), queries, size)
 
     q = heads(config.num_attention_heads, config.head_dim)
     k, v = (heads(config.kv_heads, size) for size in (config.head_dim, config.value_dim))
-    bias = empty(1, q.shape[1], queries, queries).detach() if rule.has_mask(queries) else None
+    scores = (1, q.shape[1], queries, queries)
+    bias = row_of(queries).expand(scores).detach() if rule.has_mask(queries) else None
     has_groups = q.shape[1] != k.shape[1]
     if bias is not None and not is_host(device.type):
         # The keys and values are repeated for their queries.
@@ -191,7 +191,9 @@ def selected_backend(
     try:
         with backends_in_order(order, device):
             choice = torch._fused_sdp_choice(
-                *(q, k, v),
+                q,
+                k,
+                v,
                 attn_mask=bias,
                 dropout_p=config.attention_dropout,
                 is_causal=bias is None,

@@ -30,8 +30,8 @@ from megatron_ds.parallel.ulysses import gather_heads, gather_sequence, local_sl
 
 KEY_BLOCK = 64
 QUERY_BLOCK = 8
-"""Keys and queries of the matrix products of `EagerAttention`: with other numbers the
-kernels of CPUs add in another order."""
+"""Block sizes of keys and queries in the matmuls of `EagerAttention`. With other sizes CPU kernels
+add in another order."""
 SCORES_AT_ONCE = 2**24
 """Number of scores that `EagerAttention` has in memory."""
 SHORT = 512
@@ -50,8 +50,8 @@ BACKENDS = {
 Order = tuple[SDPBackend, ...]
 FIXED_SIZES: Order = tuple(BACKENDS.values())
 VARYING_SIZES: Order = FIXED_SIZES[1:]
-"""Without cuDNN's kernel, which builds a plan of tens of milliseconds for each new number of
-queries and keys."""
+"""Kernels for inputs of varying sizes: all but cuDNN's, which takes tens of milliseconds to build a
+plan for each new number of queries and keys."""
 
 
 def order_of(choice: str, *, sizes_vary: bool) -> Order:
@@ -106,11 +106,12 @@ class SDPA:
     backends: Order = ()
     """Kernels to consider on a device. Empty: those that the caller has selected."""
     scale: float | None = None
-    """Of the rule."""
+    """Scale of the scores from the rule; None for 1 / sqrt(D)."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         assert not sinks_n
-        bias, has_groups = self.bias, q.shape[1] != k.shape[1]
+        bias = self.bias
+        has_groups = q.shape[1] != k.shape[1]
         if bias is not None and bias.dim() == 3:
             # With three dimensions, torch selects the kernel that stores all scores on a CPU.
             bias = bias.unsqueeze(0)
@@ -146,15 +147,18 @@ class EagerAttention:
     rule: AttentionRule = PLAIN
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
-        (texts, heads, queries, _), dtype = q.shape, q.dtype
-        bias, attend = self.bias_BnSL, partial(_attend_in_blocks, self.rule, dropout)
+        texts, heads, queries, _ = q.shape
+        dtype = q.dtype
+        bias = self.bias_BnSL
+        attend = partial(_attend_in_blocks, self.rule, dropout)
         if torch.is_grad_enabled():
             attend = partial(checkpoint, attend, use_reentrant=False)
         if queries == 1:
             attended: Tensor = attend(q, k, v, bias, *sinks_n)
             return attended.to(dtype)
         if missing := round_up(queries, QUERY_BLOCK) - queries:  # else it would copy them
-            q, bias = F.pad(q, (0, 0, 0, missing)), F.pad(bias, (0, 0, 0, missing))
+            q = F.pad(q, (0, 0, 0, missing))
+            bias = F.pad(bias, (0, 0, 0, missing))
         at_once = SCORES_AT_ONCE // (texts * heads * k.shape[2]) // QUERY_BLOCK * QUERY_BLOCK
         at_once = max(at_once, QUERY_BLOCK)
         parts = zip(q.split(at_once, dim=2), bias.split(at_once, dim=2), strict=True)
@@ -172,14 +176,17 @@ class WindowAttention:
     make: Callable[[Tensor], AttentionCore]
     """Returns the core for a bias."""
     bias: Tensor
-    """Of two windows of queries and keys; it depends on their distance alone."""
+    """Bias [n, 2W, 2W] of two windows (W) of queries and keys, which depends only on their
+    distance."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
-        blocks, width = [], self.bias.shape[-1] // 2
+        blocks = []
+        width = self.bias.shape[-1] // 2
         # Split once: the gradient of each slice of the keys would be as large as the keys.
         q_parts, k_parts, v_parts = (x.split(width, dim=2) for x in (q, k, v))
         for index, queries in enumerate(q_parts):
-            start, first = max(0, index - 1), min(index, 1) * width
+            start = max(0, index - 1)
+            first = min(index, 1) * width
             end = first + queries.shape[2]
             keys, values = (torch.cat(x[start : index + 1], dim=2) for x in (k_parts, v_parts))
             core = self.make(self.bias[..., first:end, :end])
@@ -227,7 +234,8 @@ def _attend_by_group(
 
 
 def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention in operations between whose matrix products torch.compile makes one kernel.
+    """Causal attention in operations that torch.compile fuses to one kernel between the two
+    matmuls.
 
     Softmax is computed in fp32 and rounded once.
     """
@@ -250,9 +258,12 @@ def _attend_in_blocks(
     *sinks_n: Tensor,
 ) -> Tensor:
     """Attention that multiplies weights and values in blocks of keys, added in their order."""
-    (texts, heads, queries, size), (_, groups, num_keys, _) = q.shape, k.shape
+    texts, heads, queries, size = q.shape
+    _, groups, num_keys, _ = k.shape
     # The queries that share a head's keys are rows of one matrix.
-    q, k, v = q.reshape(texts, groups, -1, size).float(), k.float(), v.float()
+    q = q.reshape(texts, groups, -1, size).float()
+    k = k.float()
+    v = v.float()
     scores = (q @ k.transpose(-1, -2)).mul_(rule.scale or size**-0.5)
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)

@@ -45,7 +45,7 @@ class MaskTables:
     def bias(
         self, rule: AttentionRule, length: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """The bias of so many tokens: [n, S, S]; without ALiBi [1, S, S]."""
+        """Score bias for `length` tokens [n, S, S]; [1, S, S] without ALiBi."""
         slopes = self._slopes if rule.alibi else [0.0]
         make = partial(score_bias, slopes, length, device, dtype, rule.window)
         bias: Tensor = self._keep((rule, "bias"), (length, dtype, device), make)
@@ -58,7 +58,8 @@ class MaskTables:
 
         Distances are the same in every document.
         """
-        self._longest_document = width = max(self._longest_document, longest)
+        self._longest_document = max(self._longest_document, longest)
+        width = self._longest_document
         if not rule.has_mask(width):
             return None
         return self.bias(rule, width, dtype, device)
@@ -157,9 +158,11 @@ def block_mask(
     length = doc_ids_BS.shape[1]
     positions = torch.arange(-(-length // BLOCK) * BLOCK, device=doc_ids_BS.device)
     padded = doc_ids_BS[:, positions.clamp(max=length - 1)]
-    first, last = padded[:, ::BLOCK], padded[:, BLOCK - 1 :: BLOCK]
+    first = padded[:, ::BLOCK]
+    last = padded[:, BLOCK - 1 :: BLOCK]
     block = positions[: first.shape[1]]
-    queries, keys = block.unsqueeze(1), block.unsqueeze(0)
+    queries = block.unsqueeze(1)
+    keys = block.unsqueeze(0)
     needed = (keys <= queries) & (last.unsqueeze(1) >= first.unsqueeze(2))
     # Full blocks are not masked element by element. The last block of a sample counts as full only
     # if it is complete.

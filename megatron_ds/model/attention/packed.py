@@ -2,8 +2,8 @@
 
 A sample is a slice of a stream of documents, so most samples contain several. Megatron's two flags
 determine what a document sees of earlier ones: --reset-attention-mask hides them,
---reset-position-ids restarts positions. Boundaries are found in the tokens where the model runs:
-the end-of-document token is the last token of its document. No [S, S] mask is built: attention runs
+--reset-position-ids restarts positions. Which tokens end documents is known to whoever reads the
+samples. No [S, S] mask is built: attention runs
 over each document separately (`PerDocumentSDPA`, on every device), or through a kernel that leaves
 out the scores between documents: torch's variable-length attention or its flex attention.
 
@@ -13,7 +13,7 @@ Shapes: B micro-batch, S sequence, n this rank's query heads, k its key-value he
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,31 +46,28 @@ first token of each sequence and T, int32, and the length of the longest to [T, 
 class PackingOptions:
     """Treatment of document boundaries in a training run."""
 
-    eod: int
-    """Id of the token that ends a document; with `has_marks`, what is added to the last id."""
     reset_positions: bool
     """Positions restart at each document's first token."""
     reset_attention: bool
     """A token sees its own document only."""
-    has_marks: bool = False
-    """Last tokens of documents are marked."""
 
-    def find_documents(
-        self, tokens_BS: Tensor, max_documents: int | None = None
-    ) -> PackedBatchInfo:
-        is_end_BS = tokens_BS >= self.eod if self.has_marks else tokens_BS == self.eod
-        return PackedBatchInfo(self, *find_documents(is_end_BS), max_documents)
+    def documents(self, last_BS: Tensor, max_documents: int | None = None) -> Documents:
+        """The documents of a micro-batch.
 
-    def without_marks(self, tokens_BS: Tensor) -> Tensor:
-        """The ids of the tokens."""
-        return tokens_BS % self.eod if self.has_marks else tokens_BS
+        Args:
+            last_BS: Whether a token is the last one of its document.
+            max_documents: Upper bound of the number of documents, if the host knows one.
+        """
+        return Documents(self, last_BS, *find_documents(last_BS), max_documents)
 
 
 @dataclass(frozen=True)
-class PackedBatchInfo:
-    """The documents of one micro-batch."""
+class Documents:
+    """The documents of one micro-batch: of complete sequences, before ranks take their slices."""
 
     options: PackingOptions
+    last_BS: Tensor
+    """bool: whether the token is the last one of its document."""
     doc_ids_BS: Tensor
     """int32: number of the token's document in its row, from 0."""
     doc_positions_BS: Tensor
@@ -82,6 +79,24 @@ class PackedBatchInfo:
     def positions_BS(self) -> Tensor | None:
         """Positions of the tokens where they restart with a document, else None."""
         return self.doc_positions_BS if self.options.reset_positions else None
+
+    @property
+    def attended_BS(self) -> Tensor | None:
+        """Numbers of the tokens' documents where attention ends with them, else None."""
+        return self.doc_ids_BS if self.options.reset_attention else None
+
+    def truncated(self, length: int) -> Documents:
+        """The documents of the first `length` tokens of each sequence."""
+        return replace(
+            self,
+            last_BS=self.last_BS[:, :length],
+            doc_ids_BS=self.doc_ids_BS[:, :length],
+            doc_positions_BS=self.doc_positions_BS[:, :length],
+        )
+
+
+def _no_positions(window: int | None) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ class Keys:
     device: torch.device
     has_documents: bool = False
     """Attention ends with a document."""
-    packed: PackedBatchInfo | None = None
+    documents: Documents | None = None
     """Documents of the tokens, if their boundaries matter; without a cache."""
     positions_BS: Tensor | None = None
     """Positions of the tokens, where they are not offset, offset + 1, ..."""
@@ -105,7 +120,7 @@ class Keys:
     """Keys of the cache. With `positions_BS`, a token sees those up to its position."""
     is_wider: bool = False
     """They are in fp32, and the activations are not."""
-    positions_of: Callable[[int | None], Tensor | None] = lambda window: None
+    positions_of: Callable[[int | None], Tensor | None] = _no_positions
     """Positions of a cache's keys in layers with a window, [B or 1, L]; None: from 0 on."""
 
 
@@ -163,7 +178,7 @@ class PerDocumentSDPA:
     backends: Order = VARYING_SIZES
     """Kernels to consider on a device."""
     scale: float | None = None
-    """Of the rule."""
+    """Scale of the scores from the rule; None for 1 / sqrt(D)."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         assert not sinks_n
@@ -206,8 +221,8 @@ class PerDocumentBackend:
         return keys.has_documents and not rule.needs_scores
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
-        assert keys.packed is not None
-        lengths = document_lengths(keys.packed.doc_ids_BS)
+        assert keys.documents is not None
+        lengths = document_lengths(keys.documents.doc_ids_BS)
         bias = tables.document_bias(rule, max(map(max, lengths)), keys.dtype, keys.device)
         return PerDocumentSDPA(lengths, bias, self.order, rule.scale)
 
@@ -225,10 +240,10 @@ class VarlenKernel:
         return keys.has_documents and not rule.alibi and not rule.needs_scores
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
-        assert keys.packed is not None
-        starts_BS = keys.packed.doc_positions_BS == 0
+        assert keys.documents is not None
+        starts_BS = keys.documents.doc_positions_BS == 0
         # Without the bound from the host, the host must wait for the device here.
-        bound = keys.packed.max_documents or int(starts_BS.sum())
+        bound = keys.documents.max_documents or int(starts_BS.sum())
         # Rounded, so that temporary memory, which depends on it, has few different sizes.
         bound = -(-bound // DOCUMENT_UNIT) * DOCUMENT_UNIT
         return DocumentVarlenAttention(self.varlen, sequence_starts(starts_BS, bound))
@@ -242,7 +257,7 @@ def sequence_starts(starts_BS: Tensor, bound: int) -> Tensor:
 
     Args:
         starts_BS: Whether a token is the first of its document.
-        bound: At least the number of documents.
+        bound: Upper bound of the number of documents.
     """
     total = starts_BS.numel()
     index = torch.arange(total, device=starts_BS.device, dtype=torch.int32)
@@ -257,7 +272,7 @@ class DocumentVarlenAttention:
 
     varlen: VarlenAttention
     starts: Tensor
-    """As `sequence_starts` returns them."""
+    """Starts of the sequences, see `sequence_starts`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         assert not sinks_n
@@ -283,8 +298,8 @@ class FlexKernel:
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
         if keys.has_documents:
-            assert keys.packed is not None
-            mask = block_mask(keys.packed.doc_ids_BS, rule.window)
+            assert keys.documents is not None
+            mask = block_mask(keys.documents.doc_ids_BS, rule.window)
         else:
             mask = tables.blocks(rule, keys.queries, keys.device)
         return DocumentFlexAttention(self.flex, mask, tables.slopes(rule, keys.device), rule)
@@ -296,14 +311,15 @@ class DocumentFlexAttention:
 
     flex: FlexAttention
     mask: Any
-    """As `block_mask` returns it."""
+    """Block mask of flex attention, see `block_mask`."""
     slopes_n: Tensor | None = None
     """ALiBi slopes, fp32."""
     rule: AttentionRule = PLAIN
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         assert dropout == 0.0, "flex attention has no dropout"
-        slopes, softcap = self.slopes_n, self.rule.softcap
+        slopes = self.slopes_n
+        softcap = self.rule.softcap
 
         def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             score = score if softcap is None else softcap * torch.tanh(score / softcap)

@@ -51,16 +51,20 @@ class YarnScaling(RopeScaling):
         return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1) ** 2
 
     def bounds(self, rope: Rope) -> tuple[float, float]:
-        """The pairs of dimensions up to which no rotation, and from which on each, is slower."""
+        """YaRN's correction range: dimension pairs below it keep their frequency, pairs above it
+        are interpolated."""
 
         def pair(rotations: float) -> float:
             ratio = math.log(self.length / (rotations * 2 * math.pi)) / math.log(rope.base)
             return rope.size / 2 * ratio
 
-        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        low = pair(self.beta_fast)
+        high = pair(self.beta_slow)
         if self.is_rounded:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, rope.size - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, rope.size - 1)
         return low, high if high != low else low + 0.001
 
 
@@ -73,7 +77,7 @@ class Rope:
     size: int
     """Dimensions of each head that are rotated."""
     is_interleaved: bool = False
-    """Neighboring dimensions are rotated, not those of the two halves."""
+    """Whether pairs of neighboring dimensions are rotated, and not dimension i of each half."""
     scaling: RopeScaling | None = None
 
 
@@ -88,7 +92,7 @@ class AttentionRule:
     window: int | None = None
     """Keys that a query attends to: its own and those before it. None: all."""
     scale: float | None = None
-    """Factor of the products of queries and keys. None: 1 / sqrt(D), D the size of a head."""
+    """Scale of the scores q k^T. None: 1 / sqrt(D), D the size of a head."""
     softcap: float | None = None
     """c of c tanh(s / c), which replaces a scaled score s before ALiBi's bias (Gemma 2)."""
     sinks: bool = False
@@ -101,15 +105,15 @@ class AttentionRule:
         return self.softcap is not None or self.sinks
 
     def is_windowed(self, keys: int) -> bool:
-        """Whether the window hides some of so many keys."""
+        """Whether the window hides any of `keys` keys."""
         return self.window is not None and self.window < keys
 
     def table_length(self, keys: int) -> int:
-        """Queries and keys of the bias of samples of so many keys: at most two windows."""
+        """Side of the bias table for `keys` keys, at most two windows."""
         return keys if self.window is None else min(keys, 2 * self.window)
 
     def has_mask(self, keys: int) -> bool:
-        """Whether scores of so many keys need more than the causal mask."""
+        """Whether the scores of `keys` keys need a mask or bias other than the causal mask."""
         return self.alibi or self.is_windowed(keys)
 
 
@@ -118,10 +122,11 @@ PLAIN = AttentionRule()
 
 @functools.lru_cache(maxsize=64)
 def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
-    """The rule of each layer; those of multi-token prediction have the last one's."""
+    """The rule of each layer. Layers of multi-token prediction have the rule of the last layer."""
     ropes = _ropes(config) if config.is_rotary else (None,) * config.num_layers
     has_alibi = config.position_embedding_type == "alibi"
-    scale, softcap = config.softmax_scale, config.attn_logit_softcapping
+    scale = config.softmax_scale
+    softcap = config.attn_logit_softcapping
     if scale is None and config.multi_latent_attention:  # whatever the size of the cached keys
         scaling = _scaling(config)
         scale = scaling.latent_scale if isinstance(scaling, YarnScaling) else 1.0

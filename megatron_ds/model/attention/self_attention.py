@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention.cores import AttentionCore
+from megatron_ds.model.declaration.parts import AttentionSpec
 from megatron_ds.model.kernels.elementwise import EAGER
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import Rotation
-from megatron_ds.model.spec.parts import AttentionSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -91,7 +91,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout
-        self.group, self.rng, self.checkpointing = group, rng, checkpointing
+        self.group = group
+        self.rng = rng
+        self.checkpointing = checkpointing
         self.elementwise = EAGER
         spec = self.spec_type.of(config, layer)
         self.rule = spec.rule
@@ -119,7 +121,7 @@ class Attention(nn.Module):
         return self.checkpointing is None and not self._has_own_stream
 
     def project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """As `project_gated`, for layers whose outputs have no gates."""
+        """Projects like `project_gated`, for layers without output gates; returns q, k, v."""
         assert not self.gate_size
         return self.project_gated(x_SBH, rotation)[:3]
 
@@ -128,29 +130,37 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Normalized, rotated queries [B, n, S, D] and keys [B, k, S, D], values, as keys, and
         the logits of the gates, [S, B, n] or [S, B, n x D], if the outputs have gates."""
-        sizes, heads, gate = self.local_sizes, self.local_heads, None
+        sizes = self.local_sizes
+        heads = self.local_heads
+        gate = None
         projected = self.qkv(x_SBH)
         if self.gate_size:
             projected, gate = projected.split([sum(sizes), self.gate_size], dim=-1)
         if self.has_norms:
             q, k, v = projected.split(sizes, dim=-1)
             if self.norms_all_heads:
-                q, k = self.q_norm(q), self.k_norm(k)
+                q = self.q_norm(q)
+                k = self.k_norm(k)
             q, k, v = map(_heads, (q, k, v), heads)
             if not self.norms_all_heads:
-                q, k = self.q_norm(q), self.k_norm(k)
+                q = self.q_norm(q)
+                k = self.k_norm(k)
             if rotation is not None:
                 q, k = (self.elementwise.rotate(part, rotation) for part in (q, k))
         elif rotation is None:
             q, k, v = map(_heads, projected.split(sizes, dim=-1), heads)
         else:
             parts = projected.split([sizes[0] + sizes[1], sizes[2]], dim=-1)
-            qk, v = _heads(parts[0], heads[0] + heads[1]), _heads(parts[1], heads[2])
+            qk = _heads(parts[0], heads[0] + heads[1])
+            v = _heads(parts[1], heads[2])
             q, k = self.elementwise.rotate(qk, rotation).split(heads[:2], dim=2)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), gate
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
         """Run the core, with dropout in training: [B, n, S, D]."""
+        return self._run(q, k, v, core)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
         inputs = [q, k, v]
         if self.has_sinks:
             inputs.append(q.new_zeros(self.local_heads[0]) if self.sinks is None else self.sinks)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ def select_kernel(
     first step needs no further compilation.
 
     Args:
-        rule: What the attention computes.
+        rule: Attention rule of the layer.
         config: Architecture.
         micro_batch: Samples of a micro-batch.
         shards: Ranks that share the heads: tensor- and sequence-parallel ones.
@@ -184,17 +183,16 @@ def _max_relative_error(
 
     Without documents, for the first tokens, which do not depend on later ones.
     """
-    length, documents = keys.queries, 6 if keys.has_documents else 0
-    compared = length if documents else min(length, COMPARED)
+    length = keys.queries
+    count = 6 if keys.has_documents else 0
+    compared = length if count else min(length, COMPARED)
     generator = torch.Generator().manual_seed(0)
-    is_end = torch.rand((micro_batch, length), generator=generator) * length < documents
-    tokens = torch.where(is_end, EOD, EOD + 1).to(keys.device)
-    find = partial(
-        PackingOptions(EOD, False, True).find_documents,
-        max_documents=micro_batch + int(is_end.sum()),
-    )
-    keys = replace(keys, packed=find(tokens))
-    alone = replace(keys, queries=compared, has_documents=True, packed=find(tokens[:, :compared]))
+    is_end = torch.rand((micro_batch, length), generator=generator) * length < count
+    packing = PackingOptions(reset_positions=False, reset_attention=True)
+    documents = packing.documents(is_end.to(keys.device), micro_batch + int(is_end.sum()))
+    keys = replace(keys, documents=documents)
+    first = documents.truncated(compared)
+    alone = replace(keys, queries=compared, has_documents=True, documents=first)
     kv_heads = max(1, config.kv_heads // shards)
     local_heads = config.num_attention_heads // shards, kv_heads, kv_heads
     dims = config.head_dim, config.head_dim, config.value_dim

@@ -1,1 +1,1 @@
-"""Parts of a mixture of experts: the router, and the experts' products."""
+"""Mixture of experts: the router, and the grouped matmuls of the experts."""

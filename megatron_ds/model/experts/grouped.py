@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem
+from megatron_ds.model.declaration.experts import ExpertsSpec
 from megatron_ds.model.kernels.elementwise import EAGER, TOLERANCE
-from megatron_ds.model.spec.experts import ExpertsSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import copy_to_group, reduce_from_group_
 from megatron_ds.parallel.mesh import Group, Mesh
@@ -45,7 +45,8 @@ class Experts(nn.Module):
             parts = [declared_parameter(weight, *groups, is_whole=is_whole) for weight in weights]
             return _StackedLinear(*parts, reduce_over=reduce_over)
 
-        self.fc_in, self.fc_out = layer("fc_in"), layer("fc_out", reduce_over=self.group)
+        self.fc_in = layer("fc_in")
+        self.fc_out = layer("fc_out", reduce_over=self.group)
 
     def forward(self, x_RH: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs for rows that are in the order of the experts.
@@ -68,8 +69,9 @@ class _StackedLinear(nn.Module):
     Args:
         weight: Marked as it is sharded.
         bias: Marked as it is sharded.
-        reduce_over: Sum the products over this group, before the bias is added. The outputs are
-            then complete before they are weighed, and so is the gradient of the weights' router.
+        reduce_over: Group over which the outputs are all-reduced before the bias is added. They are
+            then complete before the router's weights are applied, and so is the gradient of these
+            weights.
     """
 
     def __init__(
@@ -80,22 +82,24 @@ class _StackedLinear(nn.Module):
         reduce_over: Group | None = None,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.reduce_over = weight, bias, reduce_over
+        self.weight = weight
+        self.bias = bias
+        self.reduce_over = reduce_over
         self.shape = weight.shape
-        self.multiply: Product = grouped_product
+        self.multiply: GroupedMatmul = grouped_matmul
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        y: Tensor = _StackedProduct.apply(x, self.weight, self.bias, ends, self)
+        y: Tensor = _StackedMatmul.apply(x, self.weight, self.bias, ends, self)
         return y
 
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A product for each group of rows, which end at `ends`: [R, in] and [e, in, out] to [R, out], or
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A matmul for each group of rows, which end at `ends`: [R, in] and [e, in, out] to [R, out], or
 [out, R] and [R, in] to [e, out, in]."""
 
 
-def loop_over_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """One product after the other, for whose sizes the host waits."""
+def loop_over_matmuls(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies one group after the other. The host waits for the group sizes."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     if b.ndim == 3:
         return torch.cat([rows @ matrix for rows, matrix in zip(a.split(counts), b, strict=True)])
@@ -103,14 +107,15 @@ def loop_over_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([columns @ rows for columns, rows in pairs])
 
 
-def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """All products by one call, if there are rows; torch before 2.10 has none."""
+def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies all groups in one kernel; loops if there are no rows, or before torch 2.10, which
+    lacks it."""
     if 0 in a.shape or not hasattr(F, "grouped_mm"):
-        return loop_over_products(a, b, ends)
+        return loop_over_matmuls(a, b, ends)
     return F.grouped_mm(a, b, offs=ends)
 
 
-class _StackedProduct(torch.autograd.Function):
+class _StackedMatmul(torch.autograd.Function):
     """x W^T + b of each expert's rows, which end at `ends`.
 
     The backward pass reads the parameter itself. Saved views of it would keep what ZeRO 3 has
@@ -128,7 +133,8 @@ class _StackedProduct(torch.autograd.Function):
         layer: _StackedLinear,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.multiply, ctx.has_bias = layer.multiply, bias is not None
+        ctx.multiply = layer.multiply
+        ctx.has_bias = bias is not None
         y = layer.multiply(x, weight.mT, ends)
         if layer.reduce_over is not None:
             y = reduce_from_group_(y, layer.reduce_over)
@@ -141,14 +147,15 @@ class _StackedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        dx, dw = ctx.multiply(gradient, weight, ends), ctx.multiply(gradient.t(), x, ends)
-        # A product, whose sums have a fixed order; kernels need rows of 16 bytes.
+        dx = ctx.multiply(gradient, weight, ends)
+        dw = ctx.multiply(gradient.t(), x, ends)
+        # A matmul, whose sums have a fixed order; kernels need rows of 16 bytes.
         ones = gradient.new_ones(len(gradient), 8)
         db = ctx.multiply(gradient.t(), ones, ends)[..., 0] if ctx.has_bias else None
         return dx, dw, db, None, None
 
 
-def try_grouped_products(
+def try_grouped_matmuls(
     model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> Problem | None:
     """Let experts multiply one after the other on an accelerator without a kernel for all of them.
@@ -162,18 +169,18 @@ def try_grouped_products(
     if is_host(device.type) or not layers:
         return None
     try:
-        errors = [_product_error(shape, dtype, device) for shape in {x.shape for x in layers}]
+        errors = [_matmul_error(shape, dtype, device) for shape in {x.shape for x in layers}]
         if all(error <= TOLERANCE for error in errors):  # not if one is nan
             return None
         reason = f"its relative error is {max(errors):.2g}"
     except Exception as refusal:  # devices raise any type
         reason = str(refusal).strip().partition("\n")[0] or type(refusal).__name__
     for layer in layers:
-        layer.multiply = loop_over_products
+        layer.multiply = loop_over_matmuls
     return Problem("experts-one-after-another", reason=reason)
 
 
-def _product_error(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> float:
+def _matmul_error(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> float:
     """The largest error of outputs and gradients, relative to the norm."""
     ends = torch.arange(1, shape[0] + 1, dtype=torch.int32, device=device) * 33
     ends[:2] = ends[:2].max()
@@ -183,8 +190,9 @@ def _product_error(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
         torch.randn(size, generator=generator, device=device, dtype=dtype).requires_grad_()
         for size in ((rows, shape[2]), shape, shape[:2], (rows, shape[1]))
     )
-    layer, results = _StackedLinear(nn.Parameter(weight), nn.Parameter(bias)), []
-    for layer.multiply in (grouped_product, loop_over_products):
+    layer = _StackedLinear(nn.Parameter(weight), nn.Parameter(bias))
+    results = []
+    for layer.multiply in (grouped_matmul, loop_over_matmuls):
         y = layer(x, ends)
         results.append([y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), gradient)])
     pairs = zip(*results, strict=True)

@@ -15,15 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config import MoEConfig
+from megatron_ds.model.experts.router_log import RouterLog
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import all_gather
+from megatron_ds.parallel.context.slices import in_rank_order, in_sequence_order
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sharding import StatefulModule, declared_parameter
 from megatron_ds.parallel.weights import Weight
 
 SMALLEST_SUM = 1e-20
-"""Added to sums of sigmoids, as in Megatron and DeepSeek-V3."""
+"""Added to sums of sigmoid scores against division by 0, as in Megatron and DeepSeek-V3."""
 
 
 class Routing(NamedTuple):
@@ -47,14 +48,15 @@ class Router(StatefulModule):
     Args:
         weight: Matrix [experts, hidden].
         bias: Added to the logits. None: nothing is.
-        moe: How experts are selected and weighed.
+        moe: Options of the selection and weights of experts.
         mesh: Process groups.
         init: Draws the initial weight.
         log: Knows the loads of the step's earlier micro-batches.
 
     Attributes:
         expert_bias: Added to the scores by which experts are selected. None: nothing is.
-        assigned_E: With a bias, the assignments of this rank's tokens since its last update.
+        assigned_E: Assignments of this rank's tokens since the last update of the bias, if there is
+            one.
     """
 
     expert_bias: Tensor | None
@@ -70,7 +72,10 @@ class Router(StatefulModule):
         log: RouterLog,
     ) -> None:
         super().__init__()
-        self.moe, self.log, self.sp_group, self.dp_sp_group = moe, log, mesh.sp, mesh.dp_sp
+        self.moe = moe
+        self.log = log
+        self.sequence_group = mesh.sequence
+        self.replica_group = mesh.replicas
         self.weight = declared_parameter(weight, mesh.tp, init)
         self.bias = None if bias is None else declared_parameter(bias, mesh.tp, init)
         self.dtype = torch.float64 if moe.moe_router_dtype == "fp64" else torch.float32
@@ -84,8 +89,9 @@ class Router(StatefulModule):
         self.is_restricted = has_bias or moe.moe_router_num_groups is not None
 
     def forward(self, x_TH: Tensor, sequences: int = 1) -> Routing:
-        """Route tokens, those of the same position of all sequences after each other."""
-        moe, x_TH = self.moe, x_TH.to(self.dtype)
+        """Route tokens [S, B]: the tokens at one position of all sequences are consecutive."""
+        moe = self.moe
+        x_TH = x_TH.to(self.dtype)
         if self.training and (eps := moe.moe_input_jitter_eps) is not None:
             x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - eps, 1 + eps)
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -107,7 +113,7 @@ class Router(StatefulModule):
         counts_GE = self._count(experts_TK, sequences if self.is_by_sequence else 1)
         if self.expert_bias is not None and self.log.is_recording:
             self.assigned_E = self.assigned_E + counts_GE.sum(0)
-        assignments = experts_TK.numel() * self.sp_group.size // len(counts_GE)
+        assignments = experts_TK.numel() * self.sequence_group.size // len(counts_GE)
         load_GE = counts_GE / assignments
         return Routing(
             experts_TK,
@@ -121,7 +127,8 @@ class Router(StatefulModule):
         """The experts of each token."""
         if self.expert_bias is not None:
             ranked_TE = ranked_TE + self.expert_bias
-        groups, size = self.moe.moe_router_num_groups, self.moe.moe_router_topk
+        groups = self.moe.moe_router_num_groups
+        size = self.moe.moe_router_topk
         if groups is not None:
             chosen = self.moe.moe_router_group_topk or groups
             grouped = ranked_TE.unflatten(1, (groups, -1))
@@ -137,21 +144,22 @@ class Router(StatefulModule):
         first = torch.arange(groups, device=experts_TK.device).unsqueeze(1) * size
         places = (experts_TK.unflatten(0, (-1, groups)) + first).flatten()
         counts = count_assignments(places, groups * size)
-        if self.sp_group.size > 1:
-            dist.all_reduce(counts, group=self.sp_group.handle)
+        if self.sequence_group.size > 1:
+            dist.all_reduce(counts, group=self.sequence_group.handle)
         return counts.view(groups, size)
 
     def _balance(self, scores_TE: Tensor, load_GE: Tensor) -> Tensor:
-        """The load-balancing loss. Its loads are those of the scores alone, as in Megatron."""
+        """The load-balancing loss. Its loads are computed from the scores without the bias, as in
+        Megatron."""
         groups, size = load_GE.shape
         if self.is_sigmoid:
             scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + SMALLEST_SUM)
         if self.is_restricted:
             chosen_TK = torch.topk(scores_TE.detach(), self.moe.moe_router_topk).indices
-            assignments = chosen_TK.numel() * self.sp_group.size // groups
+            assignments = chosen_TK.numel() * self.sequence_group.size // groups
             load_GE = self._count(chosen_TK, groups) / assignments
         if self.is_global and self.training:
-            load_GE = self.log.mean_so_far(self, load_GE, self.dp_sp_group)
+            load_GE = self.log.mean_so_far(self, load_GE, self.replica_group)
         mean_GE = scores_TE.unflatten(0, (-1, groups)).mean(0)
         loss: Tensor = size * (load_GE * mean_GE).sum(-1).mean()
         return loss
@@ -168,7 +176,7 @@ def update_biases(routers: Sequence[Router], dp: Group, *, is_applied: bool) -> 
     """Correct the biases by the assignments of a step (Wang et al. 2024, algorithm 1). Collective.
 
     Args:
-        routers: Those of this rank.
+        routers: Routers of this rank.
         dp: Group whose ranks have other samples.
         is_applied: Whether the step is not skipped; else its assignments are forgotten.
     """
@@ -198,15 +206,15 @@ def count_assignments(experts: Tensor, size: int) -> Tensor:
 
 
 def sort_assignments(
-    routing: Routing, capacity: int | None, moe: MoEConfig, sp_group: Group, part: Group
+    routing: Routing, capacity: int | None, moe: MoEConfig, mesh: Mesh, part: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the assignments by expert; those that exceed an expert's capacity are the last.
 
     Args:
         routing: Selected experts.
         capacity: Tokens that an expert accepts of all slices. None: all.
-        moe: Which tokens an expert keeps.
-        sp_group: Group whose ranks have slices of the same sequences.
+        moe: Options of the tokens that an expert keeps.
+        mesh: Mesh of the model, whose ranks have slices of the same sequences.
         part: Group of whose ranks each sends a slice of the tokens to the experts.
 
     Returns:
@@ -215,18 +223,21 @@ def sort_assignments(
     """
     experts = routing.experts_TK.flatten()
     if capacity is not None:
-        is_kept = _within_capacity(routing, capacity, moe, sp_group)
+        is_kept = _within_capacity(routing, capacity, moe, mesh)
         experts = experts.where(is_kept, moe.experts)
     dropped = (experts == moe.experts).float().mean()
     experts = experts.unflatten(0, (part.size, -1))[part.rank]
     return experts.argsort(stable=True), count_assignments(experts, moe.experts + 1)[:-1], dropped
 
 
-def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, sp_group: Group) -> Tensor:
+def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, mesh: Mesh) -> Tensor:
     """Whether the experts accept each of this rank's assignments, [T x K]."""
-    experts = all_gather(routing.experts_TK, sp_group).flatten()
+    group = mesh.sequence
+    cp_size = mesh.cp.size
+    experts = in_sequence_order(all_gather(routing.experts_TK, group).flatten(), 0, cp_size)
     if moe.moe_token_drop_policy == "probs":
-        weights = all_gather(routing.weights_TK.detach(), sp_group).flatten()
+        weights = all_gather(routing.weights_TK.detach(), group).flatten()
+        weights = in_sequence_order(weights, 0, cp_size)
         order = weights.argsort(descending=True, stable=True)
         order = order[experts[order].argsort(stable=True)]
     else:
@@ -236,4 +247,4 @@ def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, sp_group: 
     position = torch.arange(len(order), device=order.device) - starts_E[experts[order]]
     is_kept = torch.empty_like(position, dtype=torch.bool)
     is_kept[order] = position < capacity
-    return is_kept.view(sp_group.size, -1)[sp_group.rank]
+    return in_rank_order(is_kept, 0, cp_size).view(group.size, -1)[group.rank]

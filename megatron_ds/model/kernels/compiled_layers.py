@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from megatron_ds.model.block import Block
 from megatron_ds.model.gpt import GPTModel, keys_of
+from megatron_ds.model.kernels.compilation import compile_layers
 from megatron_ds.model.kernels.elementwise import largest_error, loss_results
+from megatron_ds.model.moe import MoE
 from megatron_ds.parallel.fused_linear_cross_entropy import EAGER, LossKernels
 
 TOLERANCE = 3e-2
 """Largest accepted error, relative to the norm; a compiled layer rounds bf16 at other places."""
 
 
-def try_layers(model: GPTModel, micro_batch: int, *, lengths_vary: bool) -> str | None:
-    """Compile the layers and the loss, and compare them with the eager ones.
+Gathered = Callable[[nn.Module], AbstractContextManager[object]]
+"""Context in which a rank has the complete parameters of a module."""
 
-    One layer is run, forward and backward, on a micro-batch of the run. Other layers have its
-    graph, so the first step needs no further compilation.
+
+def whole(module: nn.Module) -> AbstractContextManager[object]:
+    """The context of a module whose parameters are not partitioned."""
+    return nullcontext()
+
+
+def try_layers(
+    model: GPTModel, micro_batch: int, *, lengths_vary: bool, gathered: Gathered = whole
+) -> str | None:
+    """Compile the layers and the loss, and compare them with the eager ones. Collective.
+
+    A dense layer and one with experts are run, forward and backward, on a micro-batch of the run;
+    experts are left out, because what they compute is in no graph. Other layers have the graphs of
+    these, so the first step needs no further compilation.
 
     Args:
-        model: A model without tensor parallelism, on its device.
+        model: A model on its device.
         micro_batch: Samples of a micro-batch.
-        lengths_vary: As for `GPTModel.compile_layers`.
+        lengths_vary: See `compile_layers`.
+        gathered: Gives this rank the parameters of a layer.
 
     Returns:
         Why the trial failed, after which the caller undoes the compilation; None if it did not.
     """
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        eager = list(_results(model, micro_batch, EAGER))
-        model.compile_layers(lengths_vary=lengths_vary)
-        yield from zip(_results(model, micro_batch, LossKernels.compiled()), eager, strict=True)
+        eager = list(_results(model, micro_batch, EAGER, gathered))
+        compile_layers(model, lengths_vary=lengths_vary)
+        compiled = _results(model, micro_batch, LossKernels.compiled(), gathered)
+        yield from zip(compiled, eager, strict=True)
 
     error = largest_error(pairs)
     if not isinstance(error, str) and error <= TOLERANCE:
@@ -43,46 +60,63 @@ def try_layers(model: GPTModel, micro_batch: int, *, lengths_vary: bool) -> str 
 
 
 @contextmanager
-def _trial_weights(block: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Give a layer random weights inside the context.
+def _in_trial(block: Block, generator: torch.Generator, gathered: Gathered) -> Iterator[None]:
+    """Give a layer random weights inside the context, and no experts.
 
-    Its own are arbitrary, perhaps nan, until a checkpoint has been loaded.
+    Its own weights are arbitrary, perhaps nan, until a checkpoint has been loaded. Rounding would
+    send tokens to other experts.
     """
-    parameters = list(block.parameters())
-    kept = [parameter.detach().clone() for parameter in parameters]
-    with torch.no_grad():
+    mlp = block.mlp
+    with gathered(block), torch.no_grad():
+        parameters = list(block.parameters())
+        if isinstance(mlp, MoE):
+            block.mlp = nn.Identity()
+        # Not by the parameters themselves: partitioned ones must not seem changed.
+        copies = [parameter.data.clone() for parameter in parameters]
         for parameter in parameters:
             if parameter.dim() > 1:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+                parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
             else:
-                parameter.fill_(1.0)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, values in zip(parameters, kept, strict=True):
-                parameter.copy_(values)
+                parameter.data.fill_(1.0)
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            block.mlp = mlp
+            for parameter, values in zip(parameters, copies, strict=True):
+                parameter.data.copy_(values)
 
 
-def _results(model: GPTModel, micro_batch: int, kernels: LossKernels) -> Iterator[Tensor]:
-    """Output and gradient of a layer, and the results of the loss's kernels."""
-    config, weight = model.config, next(model.parameters())
-    length, device = config.seq_length, weight.device
+def _results(
+    model: GPTModel, micro_batch: int, kernels: LossKernels, gathered: Gathered
+) -> Iterator[Tensor]:
+    """Output and gradient of a layer of each kind, and the results of the loss's kernels."""
+    config = model.config
+    weight = next(model.parameters())
+    length = config.seq_length
+    local = length // model.sequence_group.size
+    device = weight.device
     generator = torch.Generator(device).manual_seed(0)
-    shape = length, micro_batch, config.hidden_size
-    x = torch.randn(shape, generator=generator, device=device, dtype=weight.dtype).requires_grad_()
-    packed, packing = None, model.attention.packing
+    documents = None
+    packing = model.attention.packing
     if packing is not None:
-        tokens = torch.full((micro_batch, length), packing.eod - 1, device=device)
-        packed = packing.find_documents(tokens, micro_batch)
-    keys = keys_of(x, length, packed)
-    stream = x.float() if config.fp32_residual_connection else x
-    for block in model.blocks()[:1]:
-        with _trial_weights(block, generator):
-            y = block(stream, model.positions.contexts([block.rule], keys)[block.rule])
+        last = torch.zeros((micro_batch, length), dtype=torch.bool, device=device)
+        documents = packing.documents(last, micro_batch)
+    tp_size = 1
+    for block in {isinstance(block.mlp, MoE): block for block in reversed(model.blocks())}.values():
+        tp_size = block.group.size
+        parts = tp_size if block.group.sequence_parallel else 1
+        shape = local // parts, micro_batch, config.hidden_size
+        x = torch.randn(shape, generator=generator, device=device, dtype=weight.dtype)
+        x.requires_grad_()
+        stream = x.float() if config.fp32_residual_connection else x
+        keys = keys_of(x, length, documents)
+        context = model.positions.contexts({block.layer: block.rule}, keys)[block.layer]
+        with _in_trial(block, generator, gathered):
+            y = block.forward(stream, context)  # without hooks
             (gradient,) = torch.autograd.grad(y, x, stream.detach())
         pair = y.detach(), gradient
         if max(config.hidden_dropout, config.attention_dropout) > 0:
             pair = pair[0].isfinite().float(), pair[1].isfinite().float()  # the masks differ
         yield from pair
-    yield from loss_results(kernels, config, length * micro_batch, 1, like=x.detach())
+    yield from loss_results(kernels, config, local * micro_batch, tp_size, like=weight.detach())

@@ -28,11 +28,20 @@ TOLERANCE = 1e-2
 instead of after each operation."""
 
 
+def _quick_gelu(gate: Tensor) -> Tensor:
+    """An approximation of GELU (Hendrycks and Gimpel 2016)."""
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+def _identity(gate: Tensor) -> Tensor:
+    return gate
+
+
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
-    "quick-geglu": lambda gate: gate * torch.sigmoid(1.702 * gate),  # Hendrycks and Gimpel 2016
+    "quick-geglu": _quick_gelu,
     "reglu": F.relu,
-    "liglu": lambda gate: gate,
+    "liglu": _identity,
 }
 """Functions of the gate, by activation (Shazeer 2020)."""
 
@@ -44,7 +53,8 @@ def activate(
     if activation in GATES or activation == "geglu":
         gate, up = x.chunk(2, dim=-1)
         if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            gate = gate.clamp(max=limit)
+            up = up.clamp(-limit, limit)
         if offset:
             up = up + offset
         if activation == "geglu":
@@ -162,7 +172,8 @@ def _results(
     yield from loss_results(functions.loss, config, num_tokens, group.size, like=x.detach())
     yield from run(lambda x: functions.activate(x, *config.activation_arguments), x)
     if config.hidden_dropout > 0:
-        x, probability = draw(config.hidden_size), config.hidden_dropout
+        x = draw(config.hidden_size)
+        probability = config.hidden_dropout
         if group.sequence_parallel:
             x = x.detach().chunk(group.size)[group.rank].clone().requires_grad_()
         zeros = torch.zeros_like(x, requires_grad=True)  # as the residual stream does in a layer

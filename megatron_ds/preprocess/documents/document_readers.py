@@ -36,8 +36,8 @@ class ReadPosition(NamedTuple):
 
     Attributes:
         file: Number of the file that is being read, from 0.
-        line: Line or row of the last document that was read of it; 0 if none. A shard counts the
-            lines of JSON lines from its own first line.
+        line: Line or row of the last document that was read from it; 0 before the first. A shard
+            counts the lines of JSON lines from its own first line.
         offset: Byte after that document in files that can be read from the middle, else 0.
     """
 
@@ -57,7 +57,7 @@ class DocumentReader:
     that the system cannot read; both name the file.
 
     Args:
-        inputs: What to read.
+        inputs: Inputs to read.
         keys: Names of the text fields, see `Selection`.
         after: Where to continue. Files before it are not opened.
         all_columns: Whether tables give all columns, and plain text needs no key.
@@ -110,7 +110,8 @@ class DocumentReader:
             after = self.after if part.number == self.after.file else START
             with _name_in_errors(source.name), source.open() as file:
                 yield from self._read(part, file, after)
-            self._tell = self._offset = int
+            self._tell = int
+            self._offset = int
             self._number += 1
 
     def _read(self, part: Slice, raw: BinaryIO, after: ReadPosition) -> Iterator[RawDocument]:
@@ -144,7 +145,10 @@ class DocumentReader:
                 return arrow_rows(name, raw, selection, after.line)
 
             def set_progress(fraction: Callable[[], float]) -> None:
-                self._tell = lambda: int(size * fraction())
+                def tell() -> int:
+                    return int(size * fraction())
+
+                self._tell = tell
 
             end = size if part.end is None else part.end
             rows = (part.begin / max(size, 1), end / max(size, 1))

@@ -18,12 +18,19 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import option, user_error
+from megatron_ds.data.token_files.text_columns import (
+    Columns,
+    columns_of_object,
+    columns_of_schema,
+)
 from megatron_ds.preprocess.documents.inputs import InputSpec, describe_error
 
 ROWS = 128
 """Rows of a table that are converted together."""
 STRING_TYPES = ("string", "large_string", "string_view")
 """Types of a table's text columns."""
+ID_NAMES = frozenset(("input_ids", "token_ids", "tokens", "ids"))
+"""Keys by which programs write token ids."""
 PREVIEW_BYTES = 1000
 """Bytes of a too long document that are kept for the list of rejected documents."""
 
@@ -78,22 +85,55 @@ class Selection:
     def limit(self) -> int:
         return self.inputs.max_document_bytes
 
-    def columns(self, name: str, names: Sequence[str]) -> list[str]:
+    def columns(self, name: str, names: Sequence[str], types: Columns) -> list[str]:
         """The columns to read.
 
+        Args:
+            name: Name of the file.
+            names: Names of all columns.
+            types: Columns with text and columns with token ids.
+
         Raises:
-            UserError: If the column of a key is missing or ambiguous.
+            UserError: If the column of a key is missing or ambiguous, or holds token ids.
         """
         columns: list[str] = []
         for key in self.keys:
             column = next((part for part in (key, key.split(".")[0]) if part in names), None)
             if column is None:
-                shown = ", ".join(map(repr, names))
-                raise user_error("column-missing", name=name, key=key, names=shown)
+                self.reject_ids(name, types, is_missing=True)
+                shown = ", ".join(map(repr, types.text or names))
+                remedy = f"text is in {shown}: choose it with {option('json_keys')}"
+                if not types.text:
+                    remedy = f"none of the columns is text: {shown}"
+                raise user_error("column-missing", name=name, key=key, remedy=remedy)
             if (count := names.count(column)) > 1:
                 raise user_error("column-not-unique", name=name, count=count, column=column)
             columns.append(column)
+        self.reject_ids(name, types)
         return list(names) if self.all_columns else list(dict.fromkeys(columns))
+
+    def reject_ids(self, name: str, types: Columns, *, is_missing: bool = False) -> None:
+        """Refuses token ids in place of text.
+
+        Args:
+            name: Name of the file.
+            types: Columns with text and columns with token ids.
+            is_missing: Whether there is no column of a key.
+
+        Raises:
+            UserError: If the column of a key holds token ids, or if a key is missing and there are
+                token ids and no text.
+        """
+        ids = [key for key in self.keys if key in types.ids]
+        if is_missing and not types.text:
+            ids += types.ids
+        if ids:
+            text = ", ".join(map(repr, types.text))
+            remedy = "they are not read: give the text that they were made from"
+            if types.text:
+                remedy = f"text is in {text}: choose it with {option('json_keys')}"
+            shown = ", ".join(map(repr, ids))
+            raise user_error("column-of-ids", name=name, columns=shown, remedy=remedy)
 
     def text_key(self, name: str) -> str:
         """The field that plain text is.
@@ -128,11 +168,34 @@ def json_lines(
     Args:
         lines_before: Lines of the file before the current position.
     """
-    for line_number, (line, complete) in enumerate(_lines(file, selection.limit), lines_before + 1):
+    lines = enumerate(_lines(file, selection.limit), lines_before + 1)
+    is_first = True
+    for line_number, (line, complete) in lines:
         if not complete:
             yield RawDocument(name, line_number, selection.too_long("line", line))
         elif not line.isspace():
+            if is_first:
+                _reject_ids_in_line(name, line, selection)
+            is_first = False
             yield RawDocument(name, line_number, line)
+
+
+def _reject_ids_in_line(name: str, line: bytes, selection: Selection) -> None:
+    """Refuses a file whose first line has token ids instead of text.
+
+    Raises:
+        UserError: If it has.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return  # reported when the line is parsed
+    if isinstance(value, dict):
+        is_missing = any(key.split(".")[0] not in value for key in selection.keys)
+        # The first line may lack a key that others have.
+        is_table_of_ids = not ID_NAMES.isdisjoint(value)
+        types = columns_of_object(value)
+        selection.reject_ids(name, types, is_missing=is_missing and is_table_of_ids)
 
 
 def _lines(file: LineFile, limit: int) -> Iterator[tuple[bytes, bool]]:
@@ -174,7 +237,9 @@ def _paragraphs(
         if is_blank:
             continue
         paragraph: list[bytes] = []
-        size, start, fits = 0, 0, True
+        size = 0
+        start = 0
+        fits = True
         for line_number, (line, complete) in numbered:
             start = start or line_number
             size += len(line)
@@ -204,7 +269,7 @@ def csv_rows(
             raise user_error("csv-header-broken", name=name, error=error) from error
         if header is None:
             return
-        selection.columns(name, header)
+        selection.columns(name, header, Columns(tuple(header), ()))
         while True:
             line = lines.number + 1
             try:
@@ -268,7 +333,8 @@ def parquet_rows(
         part: Fractions of the rows between which the row groups that are read begin.
     """
     table = import_library("pyarrow.parquet", name).ParquetFile(file)
-    columns = selection.columns(name, table.schema_arrow.names)
+    schema = table.schema_arrow
+    columns = selection.columns(name, schema.names, columns_of_schema(schema))
     rows = table.metadata.num_rows
     sizes = [table.metadata.row_group(at).num_rows for at in range(table.num_row_groups)]
     starts = [*itertools.accumulate(sizes, initial=0)]
@@ -293,8 +359,9 @@ def arrow_rows(name: str, file: BinaryIO, selection: Selection, skip: int) -> It
         table = pyarrow.ipc.open_file(file)
         batches = (table.get_batch(at) for at in range(table.num_record_batches))
     else:
-        table = batches = pyarrow.ipc.open_stream(file)
-    columns = selection.columns(name, table.schema.names)
+        table = pyarrow.ipc.open_stream(file)
+        batches = table
+    columns = selection.columns(name, table.schema.names, columns_of_schema(table.schema))
     for batch in batches:
         if read + batch.num_rows > skip:
             for column in columns:
@@ -309,8 +376,8 @@ def arrow_rows(name: str, file: BinaryIO, selection: Selection, skip: int) -> It
 def _check_offsets(column: Any) -> None:
     """Raises ValueError for damaged offsets, which would read arbitrary memory.
 
-    Invalid UTF-8 in a text column is no such damage: it is reported row by row. In nested columns
-    it would hide damage.
+    Invalid UTF-8 in a text column is accepted here and reported row by row. In nested columns it
+    would hide damage.
     """
     try:
         column.validate(full=True)
@@ -336,7 +403,8 @@ def dataset_rows(name: str, selection: Selection, skip: int) -> Iterator[RawDocu
     """Rows of a Hugging Face data set, after `skip` rows."""
     data = _load_dataset(name, selection.inputs)
     if data.column_names is not None:
-        data = data.select_columns(selection.columns(name, data.column_names))
+        types = columns_of_schema(data.features.arrow_schema) if data.features else Columns((), ())
+        data = data.select_columns(selection.columns(name, data.column_names, types))
     # `skip` refuses to skip all rows, so the last one is skipped here.
     rows = itertools.islice(data.skip(skip - 1), 1, None) if skip else iter(data)
     for index in itertools.count(skip + 1):
@@ -351,7 +419,8 @@ def dataset_rows(name: str, selection: Selection, skip: int) -> Iterator[RawDocu
 
 
 def _load_dataset(name: str, inputs: InputSpec) -> Any:
-    datasets, split = import_library("datasets", f"{option('hf_dataset')} {name}"), inputs.hf_split
+    datasets = import_library("datasets", f"{option('hf_dataset')} {name}")
+    split = inputs.hf_split
     saved = ("state.json", "dataset_dict.json")
     try:
         if not any(os.path.isfile(os.path.join(name, file)) for file in saved):

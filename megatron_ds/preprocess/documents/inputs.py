@@ -34,8 +34,10 @@ from megatron_ds.config.problems import (
 )
 from megatron_ds.data.index_cache import CACHE_FOLDER
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX
+from megatron_ds.data.token_files.probed_files import StoreFiles
+from megatron_ds.fileio.object_store import register_client
 from megatron_ds.fileio.resumable import WORK_SUFFIX
-from megatron_ds.preprocess.documents.foreign_inputs import foreign_problems
+from megatron_ds.preprocess.documents.foreign_inputs import folder_problems, foreign_problems
 from megatron_ds.preprocess.documents.signatures import contradictions
 
 STDIN = "-"
@@ -51,10 +53,18 @@ QUARANTINE = ".quarantine"
 PROGRESS_SUFFIX = ".progress.json"
 """Suffix of the record of a completed run."""
 OUTPUT_SUFFIXES = (
-    *(".bin", ".idx", TOKENIZER_SUFFIX, QUARANTINE, PROGRESS_SUFFIX),
-    *(".npy", ".lock", ".partial"),
+    ".bin",
+    ".idx",
+    TOKENIZER_SUFFIX,
+    QUARANTINE,
+    PROGRESS_SUFFIX,
+    ".npy",
+    ".lock",
+    ".partial",
 )
-"""Suffixes of files that this package writes; a folder's files of these names are no input."""
+"""Suffixes of files that this package writes; such files in a folder are not inputs."""
+MAX_PROBED = 64
+"""Most files of a folder without files of known suffixes whose formats are looked for."""
 HF_DATASET = when(hf_dataset=ANY_VALUE)
 
 
@@ -80,12 +90,21 @@ class InputSpec:
     """Documents to read."""
 
     paths: tuple[str, ...] = option_field((), flag="input", nargs="*", metavar="PATH")
+    """Files, glob patterns, folders, URLs (s3://, hf://, ...) or - for standard input; JSON lines,
+    parquet, arrow, csv, tsv or plain text by suffix, optionally compressed (.gz .xz .zst .bz2
+    .lz4)."""
     format: str = option_field("auto", flag="input-format", choices=("auto", *FORMATS))
+    """Format of all files; auto selects it by suffix, with jsonl as the default."""
     text_document_unit: str = option_field("file", choices=("file", "paragraph"))
+    """Unit of a document in plain text: the file, or a paragraph separated by blank lines."""
     hf_dataset: str | None = option_field(None, metavar="NAME")
+    """Hugging Face dataset: name, path or saved folder."""
     hf_config: str | None = option_field(None, metavar="NAME", only_with=HF_DATASET)
+    """Configuration of --hf-dataset."""
     hf_split: str = option_field("train", metavar="NAME", only_with=HF_DATASET)
+    """Split of --hf-dataset."""
     max_document_bytes: int = option_field(1 << 27, minimum=1, maximum=(1 << 31) - 1)
+    """Maximum size of a document; larger ones are rejected."""
 
     @property
     def name(self) -> str:
@@ -152,7 +171,8 @@ class InputSpec:
             else:
                 for name in _local_files(path, self.format):
                     status = os.stat(name)
-                    size, version = status.st_size, _format_time(status.st_mtime_ns)
+                    size = status.st_size
+                    version = _format_time(status.st_mtime_ns)
                     yield InputFile(name, size, version, functools.partial(_open, name))
 
     def describe_files(self) -> dict[str, str]:
@@ -238,7 +258,7 @@ def _local_files(path: str, format: str) -> list[str]:
     """
     files = _selected_files(path, format)
     for file in files:
-        raise_if_any(foreign_problems(file))
+        raise_if_any(foreign_problems(file, by_name=_suffixes(file)[0] in SUFFIXES))
     return files
 
 
@@ -250,8 +270,7 @@ def _selected_files(path: str, format: str) -> list[str]:
         regular = set(filter(os.path.isfile, files))  # not pipes, and not links to nothing
         if format == "auto" and not any(_suffixes(file)[0] in SUFFIXES for file in regular):
             # Token files in a folder are skipped, unless there is nothing else.
-            for file in sorted(regular):
-                raise_if_any(foreign_problems(file))
+            raise_if_any(folder_problems(sorted(regular)[:MAX_PROBED]))
         return _select_in_folder(path, files, format, len(path.rstrip("/")), regular)
     # A named pipe, such as the shell's <(command).
     if os.path.exists(path):
@@ -259,6 +278,7 @@ def _selected_files(path: str, format: str) -> list[str]:
     matching = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
     files = [file for file in matching if os.path.isfile(file)]
     if not files:
+        raise_if_any(folder_problems(sorted(glob.glob(f"{glob.escape(path)}.*"))[:MAX_PROBED]))
         raise user_error("no-input-file", path=path)
     return files
 
@@ -321,14 +341,17 @@ def _select_in_folder(
 
 
 def _remote_files(address: str, format: str) -> Iterator[InputFile]:
-    fsspec, prefix = import_library("fsspec", address), 0
+    fsspec = import_library("fsspec", address)
+    prefix = 0
     try:
+        register_client(address.partition("://")[0])
         system, path = fsspec.core.url_to_fs(address)
         web = address.startswith(("http://", "https://"))  # no folders, and ? is no pattern
         if not web and glob.has_magic(path):
             paths = sorted(system.glob(path))
         elif not web and system.isdir(path):
-            paths, prefix = system.find(path), len(path)
+            paths = system.find(path)
+            prefix = len(path)
         else:
             paths = [path]
     except OSError:
@@ -336,12 +359,19 @@ def _remote_files(address: str, format: str) -> Iterator[InputFile]:
     except Exception as error:  # file systems raise their own types: no credentials, no access
         reason = describe_error(error)
         raise user_error("input-not-accessible", path=address, reason=reason) from error
+    files = StoreFiles(system)
     if prefix:
+        if format == "auto" and not any(_suffixes(path)[0] in SUFFIXES for path in paths):
+            raise_if_any(folder_problems(sorted(paths)[:MAX_PROBED], files))
         paths = _select_in_folder(address, paths, format, prefix)
     if not paths:
         raise user_error("no-input-file", path=address)
     for path in paths:
-        size, version = 0, ""
+        is_known = _suffixes(system.unstrip_protocol(path))[0] in SUFFIXES
+        raise_if_any(foreign_problems(path, files, by_name=is_known))
+    for path in paths:
+        size = 0
+        version = ""
         with suppress(Exception):  # an error of any type; opening the file reports it
             info = system.info(path)
             size = int(info.get("size") or 0)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_ds.data.token_files.text_columns import is_ids
 from megatron_ds.preprocess.documents.formats import (
     INVALID_TEXT,
     TOO_LONG,
@@ -137,11 +138,13 @@ def _texts_in(item: RawDocument, value: object, fields: TextFields) -> list[str]
             text = str(text)
         if not isinstance(text, str):
             if not isinstance(text, bytes):
-                return reject(item, WRONG_TYPE, f"{key!r} must be text, not {type(text).__name__}")
+                wrong = "token ids" if is_ids(text) else type(text).__name__
+                return reject(item, WRONG_TYPE, f"{key!r} must be text, not {wrong}")
             # Of a table whose writer does not mark columns as text.
             text = text.decode("utf-8", "surrogateescape")
         try:
-            size, limit = utf8_size(text), fields.max_document_bytes
+            size = utf8_size(text)
+            limit = fields.max_document_bytes
         except UnicodeEncodeError:
             message = f"{key!r} contains a lone surrogate, which is not valid text"
             if not isinstance(item.value, bytes):  # readers decode invalid bytes to surrogates
@@ -155,7 +158,7 @@ def _texts_in(item: RawDocument, value: object, fields: TextFields) -> list[str]
 
 
 def _field(value: dict[str, Any], key: str) -> Any:
-    """The value of a key, or for `a.b` the field b of a. Raises KeyError if there is none."""
+    """The value of a key, or for `a.b` the field b of a. Raises KeyError if the key is missing."""
     if key in value or "." not in key:
         return value[key]
     inner: Any = value

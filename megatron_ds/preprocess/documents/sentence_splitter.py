@@ -17,9 +17,27 @@ from megatron_ds.preprocess.documents import sentence_rules
 
 SPLITTERS = ("punkt", "rules")
 RULES_LANGUAGES = (
-    *("chinese", "czech", "danish", "dutch", "english", "estonian", "finnish", "french", "german"),
-    *("greek", "italian", "japanese", "malayalam", "norwegian", "polish", "portuguese", "russian"),
-    *("slovene", "spanish", "swedish", "turkish"),
+    "chinese",
+    "czech",
+    "danish",
+    "dutch",
+    "english",
+    "estonian",
+    "finnish",
+    "french",
+    "german",
+    "greek",
+    "italian",
+    "japanese",
+    "malayalam",
+    "norwegian",
+    "polish",
+    "portuguese",
+    "russian",
+    "slovene",
+    "spanish",
+    "swedish",
+    "turkish",
 )
 """Languages of nltk's models, by nltk's names, and two that need no abbreviations."""
 DATA = "punkt_tab"
@@ -48,7 +66,8 @@ class RuleSplitter:
     """Splits sentences by the built-in rules."""
 
     def __init__(self, lang: str, keep_newlines: bool) -> None:
-        self._lang, self._keep = lang, keep_newlines
+        self._lang = lang
+        self._keep = keep_newlines
 
     @property
     def description(self) -> SplitterDescription:
@@ -80,7 +99,8 @@ class PunktSplitter:
     """
 
     def __init__(self, lang: str, keep_newlines: bool) -> None:
-        self._lang, self._keep = lang, keep_newlines
+        self._lang = lang
+        self._keep = keep_newlines
         punkt = importlib.import_module("nltk.tokenize.punkt")
         parameters = _read_model(punkt, lang)
         sets = (parameters.abbrev_types, parameters.collocations, parameters.sent_starters)
@@ -131,10 +151,12 @@ def choose_splitter(lang: str, keep_newlines: bool, splitter: str = SPLITTERS[0]
     try:
         return PunktSplitter(lang, keep_newlines)
     except ImportError as error:
-        reason, remedy = f"nltk cannot be imported ({error})", INSTALL
+        reason = f"nltk cannot be imported ({error})"
+        remedy = INSTALL
     except LookupError:
         languages = ", ".join(_languages()) or "none"
-        reason, remedy = f"nltk has no punkt model of {lang}, only {languages}", DOWNLOAD
+        reason = f"nltk has no punkt model of {lang}, only {languages}"
+        remedy = DOWNLOAD
     raise user_error("punkt-unavailable", lang=lang, reason=reason, remedy=remedy)
 
 

@@ -11,13 +11,14 @@ from typing import Any, BinaryIO
 
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem
+from megatron_ds.preprocess.documents.foreign_inputs import head_problems
 
 HEAD_BYTES = 4096
 SIGNATURES: dict[str, dict[str, str]] = read_table(__file__)
 
 
 def contradictions(name: str, stream: BinaryIO, expected: str) -> Iterator[Problem]:
-    """The problem of a file whose first bytes belong to another format.
+    """The problem of a file whose first bytes belong to another format, or program.
 
     Args:
         name: Its name, for the message.
@@ -25,8 +26,12 @@ def contradictions(name: str, stream: BinaryIO, expected: str) -> Iterator[Probl
         expected: Format or suffix of the compression, from its name.
     """
     head = _head(stream)
+    if foreign := list(head_problems(name, head)):
+        yield from foreign
+        return
     for actual, signature in SIGNATURES.items():
-        suffix, only_in = signature.get("suffix", " "), signature.get("only_in", expected)
+        suffix = signature.get("suffix", " ")
+        only_in = signature.get("only_in", expected)
         is_expected = expected.startswith((suffix, suffix[1:])) if suffix.strip() else False
         begins = re.match(signature["begins"].encode(), head, re.DOTALL)
         if begins and only_in == expected and not is_expected:
@@ -41,6 +46,7 @@ def _head(stream: Any) -> bytes:
         return bytes(stream.peek(HEAD_BYTES)[:HEAD_BYTES])
     if not stream.seekable():
         return b""
-    start, content = stream.tell(), stream.read(HEAD_BYTES)
+    start = stream.tell()
+    content = stream.read(HEAD_BYTES)
     stream.seek(start)
     return bytes(content)

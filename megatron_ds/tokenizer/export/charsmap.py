@@ -22,8 +22,10 @@ from megatron_ds.tokenizer.export.library import assigned_chars, char_class, rep
 
 MAX_REPLACED = 400
 """Sequences that are replaced one by one; the published rules have 220,000."""
-BARRIER, SEPARATOR = "\U0005fffe", "\U0005ffff"
-"""Characters that no text has, between characters that must not be composed."""
+BARRIER = "\U0005fffe"
+"""Character that no text has, between characters that must not be composed."""
+SEPARATOR = "\U0005ffff"
+"""Character that no text has, between characters that must not be composed."""
 PRIVATE = 0xF0000
 """First of the private characters that represent sequences."""
 
@@ -134,7 +136,8 @@ def _marks() -> Mapping[int, list[str]]:
 @functools.cache
 def _compositions() -> tuple[Mapping[str, list[str]], Mapping[tuple[str, str], list[str]]]:
     """Characters that compose with a mark, and with two marks."""
-    bases, pairs = defaultdict(list), defaultdict(list)
+    bases = defaultdict(list)
+    pairs = defaultdict(list)
     for char in assigned_chars():
         parts = unicodedata.decomposition(char).split()
         is_canonical = len(parts) == 2 and parts[0][0] != "<"

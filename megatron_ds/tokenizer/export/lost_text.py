@@ -42,7 +42,8 @@ class LostCharacters:
         return self._is_lost[char]
 
     def _lacks(self, char: str) -> bool:
-        normalizer, words = self._library.normalizer, self._library.pre_tokenizer
+        normalizer = self._library.normalizer
+        words = self._library.pre_tokenizer
         text = char if normalizer is None else normalizer.normalize_str(char)
         pieces = [text] if words is None else [word for word, _ in words.pre_tokenize_str(text)]
         return not all(map(self._has, "".join(pieces)))

@@ -92,7 +92,8 @@ def check_export(
 
 
 def first_difference(tokenizer: Tokenizer, other: Tokenizer) -> Difference | None:
-    """The first ordinary text to which two tokenizers give other ids; None if there is none."""
+    """The first ordinary text that two tokenizers encode to different ids; None if they agree on
+    all texts."""
     texts = [*_edges(), *_pieces(tokenizer)]
     rows = zip(texts, tokenizer.encode_batch(texts), other.encode_batch(texts), strict=True)
     differences = (

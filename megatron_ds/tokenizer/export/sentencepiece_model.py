@@ -46,7 +46,7 @@ def library_of(model: Any, path: str, names: Mapping[int, str]) -> Any:
     """The library's tokenizer of a model, without added tokens and post-processor.
 
     Args:
-        model: What `read_model` gives.
+        model: Model that `read_model` returns.
         path: The file, for messages.
         names: Further tokens by id, after the model's pieces.
 
@@ -82,7 +82,7 @@ def pieces_of(model: Any, types: Collection[int]) -> list[str]:
 
 
 def _unsupported(model: Any) -> str:
-    """What the library lacks for a model; "" if nothing."""
+    """Feature of a model that the library does not support; "" if all are supported."""
     model_type = model.trainer_spec.model_type
     if model_type == WORD:
         return "its pieces are complete words (model_type word)"
@@ -122,10 +122,12 @@ def _unigram(model: Any, names: Mapping[int, str]) -> Any:
     has SentencePiece's own score, a little less than the best pieces for each of its bytes.
     """
     scores = [piece.score for piece in model.pieces if piece.type == NORMAL] or [0.0]
-    smallest, best = min(scores), max(0.0, *scores)
+    smallest = min(scores)
+    best = max(0.0, *scores)
     vocab = []
     for piece in model.pieces:
-        name, score = piece.piece, piece.score
+        name = piece.piece
+        score = piece.score
         if piece.type == USER_DEFINED:
             score = _float32(len(name.encode()) * best - 0.1)
         elif piece.type != NORMAL:
@@ -193,7 +195,8 @@ def _user_defined_words(model: Any, user_defined: Iterable[str]) -> Any:
     """
     longest = sorted(user_defined, key=lambda text: (-len(text), text))
     words = tokenizers.Regex("|".join(map(literal, longest)))
-    model.ignore_merges, breaks = False, []
+    model.ignore_merges = False
+    breaks = []
     names = tokenizers.Tokenizer(model).get_vocab(with_added_tokens=False)
     for name in sorted(names.keys() - set(longest)):
         first = model.tokenize(name)[0]

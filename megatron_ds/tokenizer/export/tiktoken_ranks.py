@@ -27,7 +27,8 @@ def library_of(special: Sequence[str], ranks: Mapping[bytes, int], pattern: str)
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         for at in range(len(token) - 1, 0, -1):
-            left, right = token[:at], token[at:]
+            left = token[:at]
+            right = token[at:]
             if left in ranks and right in ranks:
                 merges.append((texts[left], texts[right]))
     library = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))

@@ -11,8 +11,10 @@ from megatron_ds.tokenizer.export.library import assigned_chars, char_class, rep
 
 PRIVATE = 0xF0000
 """First of the private characters that represent characters while others are lower-cased."""
-SIGMA, FINAL_SIGMA = "\u03a3", "\u03c2"
-"""The capital letter, and the lower-case one at the end of a word."""
+SIGMA = "\u03a3"
+"""The capital letter."""
+FINAL_SIGMA = "\u03c2"
+"""The lower-case letter at the end of a word."""
 
 
 def words_normalizer(

@@ -32,7 +32,8 @@ class CsvTable(RowLogger):
     """
 
     def __init__(self, path: Path, iteration: int, warn: Callable[[str], object] = print) -> None:
-        self._path, self._columns = path, list[str]()
+        self._path = path
+        self._columns = list[str]()
         self._evaluations: set[tuple[tuple[str, str], ...]] = set()
         continue_file(path, iteration, partial(self._keep, iteration), warn)
         self._file = path.open("ab", buffering=0)

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.training.loggers.jsonl_logger import to_line
+from megatron_ds.training.loggers.jsonl_logger import always, to_line
 from megatron_ds.training.loggers.record_file import free_name
 
 EVENTS = "events.jsonl"
@@ -39,8 +39,9 @@ class EventLog:
     def __init__(
         self, warn: Callable[[str], object] = print, clock: Callable[[], float] = time.time
     ) -> None:
-        self.may_write: Callable[[], bool] = lambda: True
-        self._warn, self._clock = warn, clock
+        self.may_write: Callable[[], bool] = always
+        self._warn = warn
+        self._clock = clock
         self._path: Path | None = None
         self._early: deque[str] = deque(maxlen=EARLY)
         self._unwritten = b""
@@ -56,14 +57,17 @@ class EventLog:
             iteration: Iteration from which the run starts.
             values: Further values of the start.
         """
-        path = self._path = folder / EVENTS
+        path = folder / EVENTS
+        self._path = path
         self._iteration = iteration
-        early, self._early = self._early, deque()
+        early = self._early
+        self._early = deque()
         try:
             if iteration == 0 and path.is_file():
                 os.replace(path, free_name(path))
         except OSError as error:
-            self._path, self._early = None, deque(maxlen=0)
+            self._path = None
+            self._early = deque(maxlen=0)
             self._print("logger-disabled", path, error)
         self.record("start", **values, config=config.to_dict())
         for line in early:

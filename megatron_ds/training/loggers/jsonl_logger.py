@@ -18,6 +18,11 @@ from megatron_ds.training.loggers.record_file import continue_file
 from megatron_ds.training.records import EvalRecord, Logger, StepRecord, TaskRecord, metrics_of
 
 
+def always() -> bool:
+    """The default of conditions on writing."""
+    return True
+
+
 def to_line(values: Mapping[str, Any]) -> str:
     """A JSON line; nan and inf, which JSON lacks, become null."""
     known = json.loads(json.dumps(values), parse_constant=lambda constant: None)
@@ -45,10 +50,12 @@ class JsonLines(Logger):
         path: Path,
         iteration: int,
         warn: Callable[[str], object] = print,
-        may_write: Callable[[], bool] = lambda: True,
+        may_write: Callable[[], bool] = always,
     ) -> None:
         self._evaluations: set[str] = set()
-        self._path, self._warn, self._may_write = path, warn, may_write
+        self._path = path
+        self._warn = warn
+        self._may_write = may_write
         continue_file(path, iteration, partial(self._keep, iteration), warn)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -63,9 +70,7 @@ class JsonLines(Logger):
 
     def log_eval(self, record: EvalRecord) -> None:
         group = {"group": record.group} if record.group else {}
-        results = {f"{record.split}_loss": record.loss, "ppl": record.ppl}
-        if record.bits_per_byte is not None:
-            results["bits_per_byte"] = record.bits_per_byte
+        results = {f"{record.split}_loss": record.loss, "ppl": record.ppl, **record.extras}
         self._log_evaluation({"iteration": record.iteration, **group, **results})
 
     def log_task(self, record: TaskRecord) -> None:

@@ -25,7 +25,8 @@ def continue_file(
         path: The file.
         iteration: Iteration from which the run starts.
         keep: Whether a line, which ends with a newline, is one of the records up to `iteration`.
-            Raises ValueError, TypeError, KeyError, OverflowError or RecursionError if it is none.
+            Raises ValueError, TypeError, KeyError, OverflowError or RecursionError if the line is
+            not a record.
         warn: Prints a line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

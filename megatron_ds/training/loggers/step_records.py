@@ -1,4 +1,4 @@
-"""Writes the records of --record-every, from which `training.verification` checks a run.
+"""Writes the records of --record-every, from which `training.replay.verification` checks a run.
 
 One JSON object per recorded step, next to `metrics.jsonl`; docs/running/verifying.md documents the
 keys. A resumed run removes the records after its checkpoint. Imports no torch.
@@ -14,7 +14,7 @@ from megatron_ds.config import Config
 from megatron_ds.launch import output
 from megatron_ds.train_state import StepResult, TrainState
 from megatron_ds.training.extensions import Callback
-from megatron_ds.training.loggers.jsonl_logger import JsonLines
+from megatron_ds.training.loggers.jsonl_logger import JsonLines, always
 from megatron_ds.training.loggers.selection import jsonl_path
 
 FILE_NAME = "step_records.jsonl"
@@ -30,7 +30,7 @@ class StepRecordLog(Callback):
     """
 
     def __init__(
-        self, config: Config, save: Path | None, may_write: Callable[[], bool] = lambda: True
+        self, config: Config, save: Path | None, may_write: Callable[[], bool] = always
     ) -> None:
         self._path = record_path(config, save)
         self._may_write = may_write

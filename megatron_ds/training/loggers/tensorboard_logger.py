@@ -37,15 +37,18 @@ from megatron_ds.training.records import (
     Record,
     StepRecord,
     TaskRecord,
+    metric_title,
     metrics_of_task,
 )
 
-SAMPLES, TOKENS = " vs samples", " vs tokens"
+SAMPLES = " vs samples"
+TOKENS = " vs tokens"
 EVENT_FILES = "events.out.tfevents.*"
 SETTINGS_FILE = "events.out.tfevents.0000000000.settings"
 WRITER = "megatron_ds"
 """Name of this program in the first event of a file."""
-EVALUATIONS, TASKS = "lm-loss-validation/", "eval-tasks/"
+EVALUATIONS = "lm-loss-validation/"
+TASKS = "eval-tasks/"
 FIRST = "Loss/"
 """Copies of losses under tags that TensorBoard, which sorts by name, shows first."""
 LOSSES = f"{FIRST}training", f"{FIRST}validation"
@@ -76,7 +79,9 @@ class TensorBoard(Logger):
         folder = config.logging.tensorboard_dir
         assert folder is not None
         self._logging: LoggingConfig = config.logging
-        self._world_size, self._dp_size, self._memory = world_size, dp_size, memory
+        self._world_size = world_size
+        self._dp_size = dp_size
+        self._memory = memory
         self._evaluated: set[tuple[str, int]] = set()
         if state.iteration > 0:
             self._evaluated = truncate_events(Path(folder), state)
@@ -112,8 +117,8 @@ class TensorBoard(Logger):
             self._add(f"{FIRST}{group}validation", record.loss, record)
         if self._logging.log_validation_ppl_to_tensorboard:
             self._add(f"{tag} ppl", record.ppl, record, SAMPLES, TOKENS)
-        if record.bits_per_byte is not None:
-            self._add(f"{tag} bits per byte", record.bits_per_byte, record, SAMPLES, TOKENS)
+        for name, value in record.extras.items():
+            self._add(f"{tag} {metric_title(name)}", value, record, SAMPLES, TOKENS)
         self._file.flush()
 
     def log_task(self, record: TaskRecord) -> None:
@@ -154,7 +159,8 @@ class TensorBoard(Logger):
 
     def _progress_axes(self, record: StepRecord) -> None:
         """Iterations over samples and tokens, and the reverse."""
-        steps, counts = record.iteration, (record.consumed_samples, record.consumed_tokens)
+        steps = record.iteration
+        counts = (record.consumed_samples, record.consumed_tokens)
         for name, count in zip(("samples", "tokens"), counts, strict=True):
             self._file.add_scalar(f"steps-vs-{name}/y=steps,x={name}", steps, count)
             self._file.add_scalar(f"steps-vs-{name}/y={name},x=steps", count, steps)
@@ -189,7 +195,9 @@ class EventFile:
     """
 
     def __init__(self, path: Path, queue_size: int = 1000) -> None:
-        self._path, self._queue_size, self._queued = path, queue_size, 0
+        self._path = path
+        self._queue_size = queue_size
+        self._queued = 0
         self._unwritten = io.BytesIO()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)
@@ -213,7 +221,9 @@ class EventFile:
         Raises:
             OSError: If the disk is full, or the file was deleted.
         """
-        data, self._unwritten, self._queued = self._unwritten.getvalue(), io.BytesIO(), 0
+        data = self._unwritten.getvalue()
+        self._unwritten = io.BytesIO()
+        self._queued = 0
         while data:
             data = data[self._file.write(data) :]
         self._path.stat()
@@ -291,11 +301,11 @@ def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
             if value.metadata.plugin_data.plugin_name in ("", "scalars")
             and not value.tag.startswith(FIRST)
         ]
-        of_evaluations = {
+        evaluation_tags = {
             scalar for scalar in scalars if scalar[0].startswith((EVALUATIONS, TASKS))
         }
-        evaluated |= of_evaluations
-        if of_evaluations != set(scalars):  # there are scalars of steps, too
+        evaluated |= evaluation_tags
+        if evaluation_tags != set(scalars):  # there are scalars of steps, too
             break
     return evaluated
 

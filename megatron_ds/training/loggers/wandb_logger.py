@@ -27,7 +27,7 @@ class Wandb(RowLogger):
     Args:
         config: Configuration of the run, which becomes the settings of its run there.
         state: State from which the run starts.
-        folder: For wandb's files and the identity of the run.
+        folder: Folder for wandb's files and the identity of the run.
 
     Raises:
         OSError: If the service cannot be used. WANDB_MODE=offline uses none.

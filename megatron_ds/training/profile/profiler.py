@@ -22,10 +22,10 @@ class ProfilerSession:
     """A profile of consecutive steps, which begins with the construction.
 
     Args:
-        engine: Whose steps are measured.
-        folder: Of the files `NAME.trace.json`, `NAME.summary.txt` and, on a device that records the
-            history of its memory, `NAME.memory.pickle`.
-        name: Of the files.
+        engine: Engine whose steps are measured.
+        folder: Folder of the files `NAME.trace.json`, `NAME.summary.txt` and, on a device that
+            records the history of its memory, `NAME.memory.pickle`.
+        name: Name of the files without suffix.
         write: Prints the summary.
     """
 
@@ -33,7 +33,8 @@ class ProfilerSession:
         self, engine: ZeroEngine, folder: Path, name: str, write: Callable[[str], object]
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._write = folder / name, write
+        self._path = folder / name
+        self._write = write
         self._step: AbstractContextManager[object] | None = None
         self._number = 0
         with ExitStack() as stack:

@@ -26,8 +26,8 @@ class Profiling:
 
     Args:
         config: Configuration of the run.
-        engine: Whose steps are measured.
-        folder: Of the files.
+        engine: Engine whose steps are measured.
+        folder: Folder of the files.
         rank: Global rank of this process.
         write: Prints lines.
         warn: Prints a warning.
@@ -43,10 +43,14 @@ class Profiling:
         warn: Callable[[Problem], object],
     ) -> None:
         options = config.profiling
-        self._first, self._last = options.profile_step_start + 1, options.profile_step_end
+        self._first = options.profile_step_start + 1
+        self._last = options.profile_step_end
         self._is_on = options.profile and rank in options.profile_ranks
-        self._engine, self._folder, self._rank = engine, folder, rank
-        self._write, self._warn = write, warn
+        self._engine = engine
+        self._folder = folder
+        self._rank = rank
+        self._write = write
+        self._warn = warn
         self._session: ProfilerSession | None = None
 
     def before_step(self, iteration: int) -> None:
@@ -68,7 +72,8 @@ class Profiling:
 
     def finish(self) -> None:
         """Ends the profile, if one is being taken. A disk that fails costs a warning."""
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is None:
             return
         try:
@@ -95,7 +100,7 @@ def open_profiling(
 
     Args:
         config: Configuration of the run.
-        engine: Whose steps are measured.
+        engine: Engine whose steps are measured.
         save: The local folder of --save.
         rank: Global rank of this process.
         state: State from which the run starts.

@@ -16,12 +16,13 @@ def own_times(times: Mapping[str, Sequence[float]]) -> list[float]:
     """Milliseconds of a step outside collectives, by rank.
 
     Args:
-        times: Of the parts of the step, by name, of the ranks that have them.
+        times: Times of the parts of the step, by name, on the ranks that have them.
 
     Returns:
         Nothing for a single rank, and if collectives were not timed.
     """
-    steps, waits = times.get(STEP, ()), times.get(COMMUNICATION, ())
+    steps = times.get(STEP, ())
+    waits = times.get(COMMUNICATION, ())
     if len(steps) < 2 or len(waits) != len(steps):
         return []
     busy = [step - wait for step, wait in zip(steps, waits, strict=True)]
@@ -45,7 +46,7 @@ def straggler_lines(
     """The spread of the ranks' times with the slowest ranks, and of the hosts' medians.
 
     Args:
-        times: As for `own_times`.
+        times: See `own_times`.
         hosts: Names of the hosts, by rank.
         count: Number of ranks, and of hosts, that are named.
     """

@@ -18,12 +18,12 @@ from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
 from megatron_ds.engine.optimizers.param_groups import multiplier_rule
 from megatron_ds.engine.settings import EngineSettings
+from megatron_ds.model.declaration.architecture import Layer, is_matrix, is_state, run_spec
 from megatron_ds.model.norm import select_norm_kernel
-from megatron_ds.model.spec.architecture import Layer, is_matrix, is_state, run_spec
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate
-from megatron_ds.run_stages import RunStages
+from megatron_ds.run_phases import RunPhases
 from megatron_ds.train_state import TrainState
 
 WIDTH = 100
@@ -87,15 +87,15 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
 
 
 def sections(facts: BannerData) -> dict[str, Lines]:
-    """The lines of the banner by heading: those of the current stage, and the list of stages."""
-    stages = RunStages(facts.config, facts.mesh.dp.size)
-    facts = dataclasses.replace(facts, config=stages.at(facts.state))
+    """The lines of the banner by heading: settings of the current phase, and the list of phases."""
+    phases = RunPhases(facts.config, facts.mesh.dp.size)
+    facts = dataclasses.replace(facts, config=phases.at(facts.state))
     return {
         "run": [("", facts.versions)],
         "layout": _layout(facts),
         "model": _model(facts),
         "batch": _batch(facts),
-        "schedule": _schedule(facts, stages),
+        "schedule": _schedule(facts, phases),
         "in effect": _engine_settings(facts),
         "kernels": _kernels(facts),
         "memory": _memory(facts.estimate),
@@ -105,8 +105,9 @@ def sections(facts: BannerData) -> dict[str, Lines]:
 def _layout(facts: BannerData) -> Lines:
     is_split = in_effect(facts.config.parallel).sequence_parallel
     mesh = facts.mesh.of_model(is_split, facts.config.has_whole_experts)
+    exchange = " and ".join(dict.fromkeys(facts.config.parallel.ring_exchanges))
     processes = (
-        f"{mesh.world_size} on {facts.device} = {mesh.describe(detailed=True)}, "
+        f"{mesh.world_size} on {facts.device} = {mesh.describe(detailed=True, exchange=exchange)}, "
         f"{counted(facts.threads, 'thread')} each"
     )
     if mesh.world_size == 1:
@@ -122,11 +123,13 @@ def _layout(facts: BannerData) -> Lines:
 
 def _stages(facts: BannerData) -> Iterator[str]:
     """The layers of each pipeline stage, and its parameters on a tensor-parallel rank."""
-    config, mesh = facts.config, facts.mesh
+    config = facts.config
+    mesh = facts.mesh
     if mesh.pp.size == 1:
         return
     layers = layers_per_stage(config.model, config.parallel, config.moe)
-    first, last = 0, len(layers) - 1
+    first = 0
+    last = len(layers) - 1
     ranks = enumerate(config.parallel.stages_of_ranks)
     owners = {stage: rank for rank, rank_stages in ranks for stage in rank_stages}
     spec = run_spec(config)
@@ -145,13 +148,15 @@ def _title(end: Layer) -> str:
 
 
 def _model(facts: BannerData) -> Lines:
-    model, mesh = facts.config.model, facts.mesh
+    model = facts.config.model
+    mesh = facts.mesh
     tp = mesh.tp.size
     spec = run_spec(facts.config)
     parts = [part for layer in spec.layers[:-1] for part in layer.parts.values()]
     shape = ", ".join(
         (
-            *(counted(model.num_layers, "layer"), f"hidden {model.hidden_size}"),
+            counted(model.num_layers, "layer"),
+            f"hidden {model.hidden_size}",
             *dict.fromkeys(part.describe() for part in parts),
         )
     )
@@ -164,15 +169,17 @@ def _model(facts: BannerData) -> Lines:
 
 
 def _per_rank(mesh: Mesh) -> str:
-    """For which ranks a number of parameters holds; nothing if all of them are on every rank."""
+    """Ranks that the parameter count covers; empty if every rank has all parameters."""
     if mesh.ep.size > 1:
         return " per rank, with its experts"
     return " per model-parallel rank" if mesh.tp.size > 1 else ""
 
 
 def _batch(facts: BannerData) -> Lines:
-    config, dp_size = facts.config, facts.mesh.dp.size
-    total, schedule = config.final_global_batch_size(dp_size), config.schedule
+    config = facts.config
+    dp_size = facts.mesh.dp.size
+    total = config.final_global_batch_size(dp_size)
+    schedule = config.schedule
     micro = schedule.micro_batch_size
     text = (
         f"{counted(total, 'sample')} = micro-batch {micro} x data parallel {dp_size} "
@@ -185,17 +192,22 @@ def _batch(facts: BannerData) -> Lines:
     return lines + schedules.describe_schedules(config)
 
 
-def _schedule(facts: BannerData, stages: RunStages) -> Lines:
-    config, dp = facts.config, facts.mesh.dp.size
-    run, last = stages.totals(facts.state)[-1], stages.total_iterations(facts.state)
+def _schedule(facts: BannerData, phases: RunPhases) -> Lines:
+    config = facts.config
+    dp = facts.mesh.dp.size
+    run = phases.totals(facts.state)[-1]
+    last = phases.total_iterations(facts.state)
     steps = f"iterations {facts.state.iteration + 1:,} to {last:,}"
     if facts.state.iteration >= last:
         planned = counted(last, "iteration", ",")
         steps = f"complete: the checkpoint has {facts.state.iteration:,} of {planned}"
     used = f"{counted(run.samples, 'sample', ',')}, {run.tokens:,} tokens in total"
     length = f"{steps}; the run uses {used}"
-    warmup, decay = schedules.warmup_length(config, dp), schedules.decay_length(config, dp)
-    schedule, options, unit = config.schedule, config.optimizer, schedules.lr_unit(config)
+    warmup = schedules.warmup_length(config, dp)
+    decay = schedules.decay_length(config, dp)
+    schedule = config.schedule
+    options = config.optimizer
+    unit = schedules.lr_unit(config)
     course = f"from {options.lr:g}, "
     if warmup:
         start = f"{schedule.lr_warmup_init:g} to {options.lr:g}"
@@ -206,20 +218,22 @@ def _schedule(facts: BannerData, stages: RunStages) -> Lines:
         course += f" {' '.join(schedule.lr_decay_points or ())}"
     elif schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"
-    saves, validation = config.checkpoint, config.evaluation.eval_interval
+    saves = config.checkpoint
+    validation = config.evaluation.eval_interval
     saving = " iterations; no checkpoints (no --save)"
     if saves.save is not None:
         saving = f", checkpoint {saves.save_interval} iterations, to {saves.save}"
         if saves.save_interval is None:
             saving = f" iterations, checkpoint at the end, to {saves.save}"
     intervals = f"log {config.logging.log_interval}, validation {validation}{saving}"
-    described = [f"{name}: {text}" for name, text in stages.describe(facts.state)]
+    described = [f"{name}: {text}" for name, text in phases.describe(facts.state)]
     lines = [("" if index else "stages", text) for index, text in enumerate(described)]
     return [("length", length), *lines, ("rate", course), ("intervals", intervals)]
 
 
 def _engine_settings(facts: BannerData) -> Lines:
-    settings, options = facts.settings, facts.config.optimizer
+    settings = facts.settings
+    options = facts.config.optimizer
     zero = (
         f"stage {settings.zero_stage}; offloaded: optimizer {settings.optimizer_offload}, "
         f"parameters {settings.param_offload}"
@@ -230,24 +244,16 @@ def _engine_settings(facts: BannerData) -> Lines:
         zero += f"; passed on without a test: {', '.join(settings.passed_keys)}"
     coefficients = f"momentum {settings.momentum:g}" if settings.momentum is not None else ""
     if settings.betas is not None:
-        betas = f"betas {settings.betas[0]:g} {settings.betas[1]:g}"
+        betas = f"betas {' '.join(f'{beta:g}' for beta in settings.betas)}"
         coefficients = f"{betas}, epsilon {settings.epsilon:g}" if settings.epsilon else betas
-    if settings.orthogonalized is not None:
+    if (update := options.spec.matrices) is not None:
         spec = run_spec(facts.config)
-        tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
-        momentum, update = (
-            "",
-            (
-                f"eigenbases every {options.soap_precondition_frequency} steps, "
-                f"Shampoo beta {options.soap_shampoo_beta:g}"
-            ),
-        )
-        if settings.momentum is not None:
-            momentum = f"momentum {settings.momentum:g}, "
-            update = f"{options.muon_coefficient_type} coefficients"
-            update += ", second moments of neurons" if options.normuon else ""
+        tensors = spec.sizes()
+        matrices = spec.sizes(keep=is_matrix)
+        momentum = "" if settings.momentum is None else f"momentum {settings.momentum:g}, "
+        description = update.description.format_map(vars(options))
         coefficients = (
-            f"{momentum}on {settings.orthogonalized} matrices ({_elements(matrices)}), {update}; "
+            f"{momentum}on {settings.matrices} matrices ({_elements(matrices)}), {description}; "
             f"AdamW on {(tensors - matrices).total()} other parameters "
             f"({_elements(tensors - matrices)}), {coefficients}"
         )
@@ -278,11 +284,14 @@ def _engine_settings(facts: BannerData) -> Lines:
 
 
 def _groups(facts: BannerData) -> Iterator[str]:
-    """What --param-group sets for which parameters, and what the others have."""
-    options, mesh = facts.config.optimizer, facts.mesh
+    """Describes the settings of each --param-group, its parameters, and the settings of the
+    remaining ones."""
+    options = facts.config.optimizer
+    mesh = facts.mesh
     if not options.param_group:
         return
-    spec, rule = run_spec(facts.config), multiplier_rule(options)
+    spec = run_spec(facts.config)
+    rule = multiplier_rule(options)
     sizes = Counter[tuple[str, float, float]]()
     for weight in spec.weights().values():
         if not is_state(weight):
@@ -325,7 +334,8 @@ def _recompute(config: Config) -> str:
 
 
 def _kernels(facts: BannerData) -> Lines:
-    config, normalization = facts.config, facts.config.model.normalization
+    config = facts.config
+    normalization = facts.config.model.normalization
     positions = "positions restart" if config.data.reset_position_ids else "positions continue"
     crosses = "stays within" if config.data.reset_attention_mask else "crosses"
     documents = f"{positions}, attention {crosses} document boundaries"
@@ -357,7 +367,8 @@ def _sizes(parts: Mapping[str, int]) -> list[str]:
 
 
 def _sum(parts: Mapping[str, int]) -> str:
-    terms, total = _sizes(parts), f"{_mib(sum(parts.values()))} MiB"
+    terms = _sizes(parts)
+    total = f"{_mib(sum(parts.values()))} MiB"
     return f"{' + '.join(terms)} = {total}" if terms else total
 
 

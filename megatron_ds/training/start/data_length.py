@@ -18,7 +18,7 @@ UNKNOWN = 1 << 30
 
 
 def open_data(options: DataConfig) -> DataFiles:
-    """The files of a run; those of URLs with a cache on this node."""
+    """The data files of a run. Files at URLs have a cache on this node."""
     folder = options.object_storage_cache_path
     folder = folder and environment.expand_variables(folder)
     return DataFiles(options, TokenCache(folder, options.object_storage_cache_gb))
@@ -26,7 +26,8 @@ def open_data(options: DataConfig) -> DataFiles:
 
 def with_exact_epochs(config: Config) -> tuple[Config, list[Problem]]:
     """The configuration with --train-samples by --train-data-exact-num-epochs, and its problems."""
-    epochs, schedule = config.data.train_data_exact_num_epochs, config.schedule
+    epochs = config.data.train_data_exact_num_epochs
+    schedule = config.schedule
     is_named = not (config.data.mock_data or "dataset" in config.custom_parts)
     if epochs is None or not is_named or schedule.stages:
         return config, []

@@ -15,9 +15,10 @@ from typing import Any
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.compatibility import resume_conflicts, tokenizer_conflicts
 from megatron_ds.config import Config, DataConfig, EvaluationConfig
+from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import field_problems
+from megatron_ds.config.phases import by_phase
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.config.stages import by_stage
 from megatron_ds.data import validation
 from megatron_ds.data.exclusion import excluded_sequences
 from megatron_ds.data.fill_in_middle import fim_problems
@@ -40,7 +41,7 @@ class RunInputs:
     plan: LoadPlan
     tokenizer: Tokenizer
     data: tuple[DataFiles, ...]
-    """Of each stage."""
+    """Data files of each phase."""
 
 
 def check(
@@ -50,7 +51,7 @@ def check(
 
     Args:
         config: Configuration. What depends on contradictory settings is not checked.
-        plan: What the run loads.
+        plan: Plan of what the run loads.
         world_size: Number of processes.
         is_sound: Whether the settings have no problems.
         warn: Called with each warning.
@@ -64,7 +65,8 @@ def check(
         warn(warning)
     if tasks := environment.unused_tasks():
         warn(Problem("slurm-tasks-unused", tasks=tasks))
-    problems, precision = [], config.precision
+    problems = []
+    precision = config.precision
     if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
         problems.append(Problem("fp16-not-supported", device="this CPU"))
     tokenizer, tokenizer_problems = check_tokenizer(config, is_sound)
@@ -74,11 +76,14 @@ def check(
     if is_sound and size and dp_size > 1:
         for warning in bucket_warnings(config.with_vocab(size)):
             warn(warning)
-    data, of_data = check_data(config, plan, dp_size if is_sound else None, tokenizer, warn)
-    problems += of_data
+    data, data_errors = check_data(config, plan, dp_size if is_sound else None, tokenizer, warn)
+    problems += data_errors
     if is_sound:
         problems += _checkpoint_problems(config, plan, dp_size, tokenizer)
         problems += _task_problems(config.evaluation)
+    if (local := config.checkpoint.local_checkpoint_dir) is not None:
+        folder = environment.expand_variables(local)
+        problems += folder_problems("local_checkpoint_dir", folder)
     disk, disk_problems = _check_disk(config)
     is_merged = config.deepspeed_file is not None or config.deepspeed.deepspeed_config is None
     if is_sound and is_merged and not problems:
@@ -86,9 +91,10 @@ def check(
 
         complete = config.with_vocab(vocab_size or size or 0)
         processes = environment.local_world_size() or 1
-        host, warned = host_checks.Host.here(processes, disk), dict[Problem, None]()
-        problems += by_stage(
-            complete, lambda stage: host_checks.problems(stage, dp_size, host, warned.setdefault)
+        host = host_checks.Host.here(processes, disk)
+        warned = dict[Problem, None]()
+        problems += by_phase(
+            complete, lambda phase: host_checks.problems(phase, dp_size, host, warned.setdefault)
         )
         for warning in warned:
             warn(warning)
@@ -103,38 +109,45 @@ def check_data(
     tokenizer: Tokenizer | None,
     warn: Callable[[Problem], None],
 ) -> tuple[tuple[DataFiles, ...], list[Problem]]:
-    """The data of each stage, and its problems unless the checkpoint's run has read it.
+    """The data of each phase, and its problems unless the checkpoint's run has read it.
 
     Args:
         config: Configuration.
-        plan: What the run loads.
+        plan: Plan of what the run loads.
         dp_size: Data-parallel size; None if the settings have problems.
         tokenizer: None if it could not be built.
         warn: Called with each warning.
     """
-    vocab_size = fingerprint = eod = bos = None
+    vocab_size = None
+    fingerprint = None
+    eod = None
+    bos = None
     if tokenizer is not None:
-        vocab_size, fingerprint, eod = tokenizer.vocab_size, tokenizer.fingerprint, tokenizer.eod
+        vocab_size = tokenizer.vocab_size
+        fingerprint = tokenizer.fingerprint
+        eod = tokenizer.eod
         bos = tokenizer.bos if tokenizer.adds_bos else None
     saved = None if config.checkpoint.is_new_run else plan.saved
     first = 0 if saved is None else saved.run.state.stage
     data = list[DataFiles]()
 
-    def check_stage(stage: Config) -> Iterator[Problem]:
-        options = stage.data if stage.evaluation.eval_only is None else DataConfig()
+    def check_phase(phase: Config) -> Iterator[Problem]:
+        options = phase.data if phase.evaluation.eval_only is None else DataConfig()
         files = DataFiles(options, data[0].cache) if data else open_data(options)
         data.append(files)
-        if len(data) <= first < len(config.stage_configs):
+        if len(data) <= first < len(config.phase_configs):
             return
-        samples = None if dp_size is None else schedules.planned_samples(stage, dp_size)
+        samples = None if dp_size is None else schedules.planned_samples(phase, dp_size)
         problems = list(validation.data_problems(files, samples, vocab_size, fingerprint))
         yield from problems
-        yield from fim_problems(options, tokenizer) if tokenizer is not None else ()
+        if tokenizer is not None:
+            yield from validation.boundary_problems(options, eod)
+            yield from fim_problems(options, tokenizer)
         if tokenizer is not None and not problems:
             for warning in validation.data_warnings(files, samples or (0, 0, 0), eod, bos):
                 warn(warning)
 
-    problems = by_stage(config, check_stage)
+    problems = by_phase(config, check_phase)
     if config.data.exclude_documents and not problems:
         problems += excluded_sequences(data)[1]
     return tuple(data), problems
@@ -164,10 +177,12 @@ def check_tokenizer(config: Config, is_sound: bool) -> tuple[Tokenizer | None, l
         return None, [*error.problems]
     except OSError as error:
         return None, [Problem("tokenizer-unreadable", error=error)]
-    size, vocab_size = config.model.vocab_size, None if tokenizer is None else tokenizer.vocab_size
+    size = config.model.vocab_size
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
     if not size or vocab_size in (None, size) or is_null:
-        model, tp_size = config.with_vocab(vocab_size or 0).model, config.axis_sizes["tp_size"]
+        model = config.with_vocab(vocab_size or 0).model
+        tp_size = config.axis_sizes["tp_size"]
         return tokenizer, [*model.padding_problems(tp_size)] if is_sound else []
     problem = Problem("vocab-size-differs-from-tokenizer", given=size, vocab_size=vocab_size)
     return tokenizer, [problem]
@@ -179,7 +194,8 @@ def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
     Raises:
         UserError: If its files are missing or damaged.
     """
-    options, size = config.tokenizer, config.model.vocab_size or None
+    options = config.tokenizer
+    size = config.model.vocab_size or None
     if [*field_problems(options), *options.problems(size)]:
         return None  # reported by Config.problems()
     # transformers takes seconds to import, too long for a run that cannot start anyway.

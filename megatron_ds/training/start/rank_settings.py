@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_ds.checkpoint.folders.shared_folders import SharedFolders
 from megatron_ds.config import GROUPS, Config, flag_of
+from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.options.data import TRAINING_DATA
-from megatron_ds.config.options.deepspeed_file import get, leaves
-from megatron_ds.config.stages import values_of
+from megatron_ds.config.phases import values_of
 from megatron_ds.launch import environment
 from megatron_ds.launch.ranks.host_differences import CONTENT, DATA, SETTINGS
 from megatron_ds.launch.ranks.roll_call import RollCall
@@ -26,10 +26,10 @@ def describe(roll_call: RollCall, config: Config, plan: LoadPlan, inputs: RunInp
     """Gives the roll call what this rank was started with.
 
     Args:
-        roll_call: Of the run.
+        roll_call: Roll call of the run.
         config: Configuration, which may have problems.
         plan: Has the folders of --save and --load, which the hosts must share.
-        inputs: Without problems; None if there are any.
+        inputs: Inputs of the run; None if they have problems.
     """
     roll_call.probe = SharedFolders(plan.folders)
     roll_call.describe(SETTINGS, dict(settings(config, plan)))
@@ -41,7 +41,7 @@ def describe(roll_call: RollCall, config: Config, plan: LoadPlan, inputs: RunInp
 
 
 def settings(config: Config, plan: LoadPlan) -> Iterator[tuple[str, str]]:
-    """By flag the value as text."""
+    """Flags of all options with their values as text."""
     for group in GROUPS:
         options = getattr(config, group)
         for item, spec in option_fields(options):
@@ -63,7 +63,7 @@ def data(inputs: RunInputs, *, reads: bool = False) -> Iterator[tuple[str, str]]
     """Yields the identity of the tokenizer and of each token file.
 
     Args:
-        inputs: Of the run.
+        inputs: Inputs of the run.
         reads: Identify files by their contents too.
     """
     yield "the tokenizer", inputs.tokenizer.fingerprint.digest

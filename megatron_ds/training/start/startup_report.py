@@ -26,8 +26,8 @@ from megatron_ds import schedules
 from megatron_ds.checkpoint.files.local_files import write_json
 from megatron_ds.config import Config, ModelConfig, yaml_file
 from megatron_ds.config.devices import is_host
+from megatron_ds.config.phases import phase_names
 from megatron_ds.config.problems import Problem, counted
-from megatron_ds.config.stages import stage_names
 from megatron_ds.data.blend.usage_report import USAGE_FILE
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.engine.readback import loaded_ops
@@ -44,10 +44,10 @@ from megatron_ds.model.attention.packed import Keys
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.planning.memory_estimate import MemoryEstimate
-from megatron_ds.run_stages import RunStages
+from megatron_ds.run_phases import RunPhases
 from megatron_ds.train_state import TrainState
+from megatron_ds.training.loggers.console import is_short
 from megatron_ds.training.loggers.events import EventLog
-from megatron_ds.training.loggers.selection import is_short
 from megatron_ds.training.start.banner import MIB, WIDTH, BannerData, banner, sections
 
 DOTS = 48
@@ -76,7 +76,9 @@ class StartReport:
 
     def print_arguments(self) -> None:
         """Prints the layout and, with --print-arguments, the settings, as Megatron does."""
-        config, context, mesh = self.config, self.context, self.mesh
+        config = self.config
+        context = self.context
+        mesh = self.mesh
         output.print_on_rank(
             f"DeepSpeed info: version={metadata.version('deepspeed')}; "
             f"{counted(context.world_size, 'process')} on {context.device.type} "
@@ -88,7 +90,8 @@ class StartReport:
                 for name, value in group.items():
                     output.print_on_rank(f"  {name} {'.' * (DOTS - len(name))} {value}")
             output.print_on_rank("-------------------- end of arguments ---------------------")
-        padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab_size
+        padded = config.model.padded_vocab(mesh.tp.size)
+        vocab = config.model.vocab_size
         dummy = f"with {padded - vocab} dummy tokens (new size: {padded})"
         print_detail(config, f" > padded vocab (size: {vocab}) {dummy}")
         schedule = config.schedule
@@ -116,7 +119,8 @@ class StartReport:
 
         On the first rank, which knows all hosts.
         """
-        context, parallel = self.context, self.config.parallel
+        context = self.context
+        parallel = self.config.parallel
         if context.rank != 0:
             return
         groups = axis_groups(context.world_size, parallel.tensor_model_parallel_size)["tp"]
@@ -139,7 +143,9 @@ class StartReport:
         Returns:
             What the run is, by a word for it.
         """
-        config, context, mesh = self.config, self.context, self.mesh
+        config = self.config
+        context = self.context
+        mesh = self.mesh
         if context.rank != 0:
             return {}
         for warning in engine.startup_warnings:
@@ -159,7 +165,7 @@ class StartReport:
             attention=describe_kernel(
                 config.model,
                 config.schedule.micro_batch_size,
-                mesh.sp_tp.size,
+                mesh.head_ranks,
                 getattr(torch, engine.settings.param_dtype),
                 context.device,
                 engine.model.attention,
@@ -183,19 +189,20 @@ class StartReport:
             "command": shlex.join(sys.argv),
         }
 
-    def write_run_files(self, engine: ZeroEngine, data: Iterable[Datasets], stage: int) -> None:
+    def write_run_files(self, engine: ZeroEngine, data: Iterable[Datasets], phase: int) -> None:
         """Writes the DeepSpeed configuration and the usage of each data file to --save.
 
         Args:
-            engine: Of the run.
-            data: Of the current stage and the later ones.
-            stage: Position of the current one; the file keeps the usage of those before it.
+            engine: Engine of the run.
+            data: Datasets of the current phase and the later ones.
+            phase: Position of the current one; the file keeps the usage of those before it.
         """
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "ds_config.json", engine.ds_config)
-        path, usage = self.folder / USAGE_FILE, list[dict[str, Any]]()
-        finished = stage_names(self.config)[:stage]
+        path = self.folder / USAGE_FILE
+        usage = list[dict[str, Any]]()
+        finished = phase_names(self.config)[:phase]
         with suppress(OSError, ValueError, LookupError, TypeError):  # missing or damaged
             usage += [item for item in json.loads(path.read_bytes()) if item["stage"] in finished]
         usage += [asdict(file) for datasets in data for file in datasets.usage]
@@ -207,9 +214,9 @@ class StartReport:
             write_atomically(self.folder / yaml_file.FILE_NAME, yaml_file.dump(config).encode())
 
 
-def report_stage(events: EventLog, stages: RunStages, state: TrainState) -> None:
-    """Prints and records the start of a stage."""
-    name, text = next(stages.describe(state))
+def report_phase(events: EventLog, phases: RunPhases, state: TrainState) -> None:
+    """Prints and records the start of a phase."""
+    name, text = next(phases.describe(state))
     events.record("stage", iteration=state.iteration, text=f"{name}: {text}")
     output.print_on_rank(f" > stage {name}: {text}")
 
@@ -243,7 +250,8 @@ class FirstStepsReport:
 
     def print_memory(self, iteration: int) -> None:
         """Megatron's memory line, extended by the estimate and the states."""
-        peak, expected = self.peak.bytes(), self.estimate.peak
+        peak = self.peak.bytes()
+        expected = self.estimate.peak
         self.events.record("memory", iteration=iteration, peak=peak)
         if self.peak.on_host:  # host and device share one memory
             expected += sum(self.estimate.host.values())
@@ -282,12 +290,14 @@ def describe_kernel(
         shards: Ranks that share the heads: tensor- and sequence-parallel ones.
         dtype: Type of the activations.
         device: Device of the activations.
-        attention: What computes attention.
+        attention: Attention backend.
     """
-    keys, texts = Keys(config.seq_length, dtype, device, attention.has_documents), []
+    keys = Keys(config.seq_length, dtype, device, attention.has_documents)
+    texts = []
     for rule in attention_rules(config):
         backend = attention.backend(rule, keys)
-        text, order = backend.name, getattr(backend, "order", None)
+        text = backend.name
+        order = getattr(backend, "order", None)
         if order is not None:
             batch = 1 if keys.has_documents else micro_batch
             text += f": {selected_backend(rule, config, batch, shards, dtype, device, order)}"

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_ds.config import GROUPS, CheckpointConfig, Config, ModelConfig, ScheduleConfig
 from megatron_ds.parallel.mesh import Mesh
 
@@ -47,8 +49,10 @@ def manager(
     def make(stored: Any = None, lock: Any = None, **options: Any) -> CheckpointManager:
         groups = {name: options.pop(name) for name in GROUPS.keys() & options.keys()}
         changed = dataclasses.replace(config.with_values(options), **groups)
-        mesh, ranks = Mesh.build(1), CollectiveIO()
-        return CheckpointManager(changed, mesh, logged.append, ranks, lock, tokenizer=stored)
+        mesh = Mesh.build(1)
+        folders = RunFolders.local(changed.checkpoint)
+        run = RunCheckpoints(changed, mesh, logged.append, CollectiveIO(), folders, stored)
+        return CheckpointManager(run, lock)
 
     return make
 

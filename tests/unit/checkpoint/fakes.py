@@ -95,7 +95,7 @@ def save(
     engine = FakeEngine()
     for iteration in iterations:
         begin(checkpoints, iteration, engine, in_background=in_background)
-        checkpoints.advance(wait=True)
+        checkpoints.saving.advance(wait=True)
     return engine
 
 
@@ -107,15 +107,15 @@ def begin(
     in_background: bool = True,
 ) -> None:
     engine.content = f"of iteration {iteration}"
-    checkpoints.save(engine, state_at(iteration), in_background=in_background)
+    checkpoints.saving.save(engine, state_at(iteration), in_background=in_background)
 
 
 def load(checkpoints: CheckpointManager) -> tuple[TrainState | None, FakeEngine]:
     engine = FakeEngine()
-    found = checkpoints.select()
+    found = checkpoints.restoring.select()
     if found is None:
         return None, engine
-    return checkpoints.load(engine, found), engine
+    return checkpoints.restoring.load(engine, found), engine
 
 
 def names_in(folder: Path) -> set[str]:
@@ -126,7 +126,8 @@ def watch_disk(
     patch: pytest.MonkeyPatch, inside: Path, before: Callable[[str, Path], None]
 ) -> None:
     """Calls before(kind, path) before each open for writing, fsync and rename below a folder."""
-    open_file, fsync = builtins.open, os.fsync
+    open_file = builtins.open
+    fsync = os.fsync
 
     def call(kind: str, path: Any) -> None:
         if Path(path).is_relative_to(inside):

@@ -151,7 +151,8 @@ def _flat(tensors: dict[str, Tensor], dp: int) -> Tensor:
 
 
 def _partition(shards: dict[str, Tensor], stage: int, dp: int) -> FlatPartition:
-    places, offset = [], 0
+    places = []
+    offset = 0
     for name, tensor in shards.items():
         places.append(ParameterPlace(name, tuple(tensor.shape), offset))
         offset += tensor.numel()

@@ -18,6 +18,7 @@ import pytest
 
 from megatron_ds.checkpoint import saving
 from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.local_files import INCOMPLETE
 from megatron_ds.checkpoint.folders import run_lock
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
@@ -46,7 +47,7 @@ def advance_until(checkpoints: CheckpointManager, reached: Callable[[], bool]) -
     for count in range(10_000):
         if reached():
             return count
-        checkpoints.advance(wait=False)
+        checkpoints.saving.advance(wait=False)
         time.sleep(0.001)
     raise AssertionError("the save does not advance")
 
@@ -66,14 +67,18 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     is_fast.set()
 
 
+def incomplete(folder: Path, iteration: int) -> list[Path]:
+    """The unfinished folders of a checkpoint."""
+    return list(folder.glob(f"{INCOMPLETE}global_step{iteration}-*"))
+
+
 def test_training_continues_while_the_disk_is_slow(
     checkpoints: CheckpointManager, folder: Path, disk: threading.Event, logged: list[str]
 ) -> None:
-    incomplete = folder / ".incomplete-global_step4"
     begin(checkpoints, 4, FakeEngine())
-    advance_until(checkpoints, incomplete.is_dir)
+    advance_until(checkpoints, lambda: incomplete(folder, 4))
     for _ in range(20):
-        checkpoints.advance(wait=False)
+        checkpoints.saving.advance(wait=False)
     assert list_checkpoints(folder) == []
     assert checkpoints.newest is None
     assert not any("successfully" in line for line in logged)
@@ -95,10 +100,11 @@ def test_a_checkpoint_has_the_state_of_its_iteration(
     """Whatever the manager and the engine know by the time that it is written."""
     engine = FakeEngine()
     begin(checkpoints, 4, engine)
-    engine.content, engine.offset = "of a later iteration", 7
+    engine.content = "of a later iteration"
+    engine.offset = 7
     disk.set()
-    checkpoints.advance(wait=True)
-    found = checkpoints.select()
+    checkpoints.saving.advance(wait=True)
+    found = checkpoints.restoring.select()
     assert found.run.state == state_at(4)
     assert found.run.partitions[0].parameters[0].offset == 0
     assert load(checkpoints)[1].content == "of iteration 4"
@@ -107,9 +113,11 @@ def test_a_checkpoint_has_the_state_of_its_iteration(
 def test_a_second_save_waits_for_the_first(
     checkpoints: CheckpointManager, folder: Path, disk: threading.Event, logged: list[str]
 ) -> None:
-    saver = Saver(CheckpointConfig(save=str(folder), async_save=True), checkpoints, FakeEngine())
+    saver = Saver(
+        CheckpointConfig(save=str(folder), async_save=True), checkpoints.saving, FakeEngine()
+    )
     saver.save(state_at(4), lambda: None, final=False)
-    advance_until(checkpoints, (folder / ".incomplete-global_step4").is_dir)
+    advance_until(checkpoints, lambda: incomplete(folder, 4))
     threading.Timer(0.1, disk.set).start()
     saver.save(state_at(8), lambda: None, final=False)
     assert check_names(folder / "global_step4") is None
@@ -118,10 +126,12 @@ def test_a_second_save_waits_for_the_first(
     assert "; training waited" in logged[3]
     saver.save(state_at(12), lambda: None, final=True)
     assert [path.name for path in list_checkpoints(folder)] == [
-        *("global_step12", "global_step8", "global_step4")
+        "global_step12",
+        "global_step8",
+        "global_step4",
     ]
     assert logged[-1].startswith("  successfully saved checkpoint at iteration      12")
-    assert checkpoints._current is None
+    assert checkpoints.saving._current is None
 
 
 def test_a_run_whose_folder_was_taken_ends_although_others_continue(
@@ -130,7 +140,7 @@ def test_a_run_whose_folder_was_taken_ends_although_others_continue(
     folder.mkdir()
     lock = run_lock.acquire(folder, print)
     options = CheckpointConfig(save=str(folder), on_save_error="continue")
-    saver = Saver(options, manager(lock=lock), FakeEngine())
+    saver = Saver(options, manager(lock=lock).saving, FakeEngine())
     saver.save(state_at(4), lambda: None, final=False)
     (folder / run_lock.LOCK).write_text("of another run")
     with pytest.raises(SaveError, match=r"\[save-folder-lost\]"):
@@ -147,7 +157,7 @@ def test_a_failure_surfaces_at_the_next_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = CheckpointConfig(save=str(folder), async_save=True, on_save_error=on_save_error)
-    saver = Saver(options, checkpoints, FakeEngine())
+    saver = Saver(options, checkpoints.saving, FakeEngine())
     with monkeypatch.context() as patch:
         fail_at(1, DISK_FULL, patch, folder)
         saver.save(state_at(4), lambda: None, final=False)
@@ -157,7 +167,7 @@ def test_a_failure_surfaces_at_the_next_step(
             except SaveError:
                 assert on_save_error == "exit"
                 break
-            if checkpoints._current is None:
+            if checkpoints.saving._current is None:
                 assert on_save_error == "continue"
                 assert "[save-skipped]" in capsys.readouterr().out
                 break
@@ -173,7 +183,7 @@ def test_the_failure_of_a_runs_last_save_is_an_error(
     checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = CheckpointConfig(save=str(folder), async_save=True)
-    saver = Saver(options, checkpoints, FakeEngine())
+    saver = Saver(options, checkpoints.saving, FakeEngine())
     fail_at(1, DISK_FULL, monkeypatch, folder)
     saver.save(state_at(4), lambda: None, final=False)
     with pytest.raises(SaveError):
@@ -199,13 +209,13 @@ def test_an_abandoned_save_ends_and_stays_incomplete(
     engine.snapshot = lambda *, copy: DeepSpeedSnapshot({"a.pt": [0] * 100_000})
     begin(checkpoints, 8, engine)
     advance_until(checkpoints, begun.is_set)
-    current = checkpoints._current
-    checkpoints.abandon()
+    current = checkpoints.saving._current
+    checkpoints.saving.abandon()
     error = current._own.result().error
     assert isinstance(error, OSError)
     assert error.errno == errno.ECANCELED
     assert not [each for each in threading.enumerate() if each.name == "checkpoint"]
-    assert (folder / ".incomplete-global_step8").is_dir()
+    assert incomplete(folder, 8)
     assert [path.name for path in list_checkpoints(folder)] == ["global_step4"]
 
 
@@ -224,7 +234,7 @@ def test_minutes_count_from_the_last_save(
     monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
     checkpoints = manager()
     options = CheckpointConfig(save=str(folder), save_interval=100, save_interval_minutes=2.5)
-    saver = Saver(options, checkpoints, FakeEngine())
+    saver = Saver(options, checkpoints.saving, FakeEngine())
     now[0] += 149
     assert not saver.is_due(7)
     assert saver.is_due(200)

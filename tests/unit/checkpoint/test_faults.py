@@ -104,7 +104,8 @@ def test_generation_is_given_no_advice_for_a_training(
             select_native(folder, logged.append)
         with pytest.raises(UserError) as of_training:
             load(checkpoints)
-        (ours,), (trainings,) = of_tool.value.problems, of_training.value.problems
+        (ours,) = of_tool.value.problems
+        (trainings,) = of_training.value.problems
         assert ours.mentioned == {"load"}
         assert ours.code == trainings.code
         assert ours != trainings
@@ -170,7 +171,8 @@ def test_load_starts_no_new_run_if_all_checkpoints_are_damaged(
     with raises_problem("all-checkpoints-damaged", "load", contains=str(folder)) as raised:
         load(checkpoints)
     text = str(raised.problem)
-    newest, oldest = text.index("global_step8: "), text.index("global_step4: ")
+    newest = text.index("global_step8: ")
+    oldest = text.index("global_step4: ")
     assert newest < text.index("run.json") < oldest
     assert "manifest.json" in text[oldest:]
 
@@ -288,7 +290,8 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lets the first file operation of the save fail, then the second, and so on."""
-    failed = warned = 0
+    failed = 0
+    warned = 0
     for call in range(60):
         shutil.rmtree(folder, ignore_errors=True)
         save(checkpoints, 4, *([8] if again else []))
@@ -346,9 +349,11 @@ def test_a_save_after_a_skipped_step_removes_no_checkpoint(
     keeping = manager(keep_last=1)
     save(keeping, 2)
     for iteration in (4, 6):
-        keeping.save(FakeEngine(), state_at(iteration), after_skip=True)
+        keeping.saving.save(FakeEngine(), state_at(iteration), after_skip=True)
     assert names_in(folder) == {
-        *("global_step2", "global_step4", "global_step6"),
+        "global_step2",
+        "global_step4",
+        "global_step6",
         *local_files.POINTERS,
     }
     assert sum("successfully saved" in line for line in logged) == 1
@@ -391,9 +396,10 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
     Claim (checkpoints): milestones, and checkpoints that another process is reading, are not
     removed
     """
-    keeping, reading = manager(keep_last=1), manager(ckpt_step=2)
+    keeping = manager(keep_last=1)
+    reading = manager(ckpt_step=2)
     save(keeping, 2)
-    found = reading.select()
+    found = reading.restoring.select()
     save(keeping, 4)
     of_tool = select_native(folder, print)
     assert of_tool.iteration == 4
@@ -412,7 +418,7 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
         being_read = {"global_step2", "global_step4", "global_step6"}
         assert names_in(folder) == {*being_read, "global_step8", *local_files.POINTERS}
         other.kill()
-    reading.load(FakeEngine(), found)
+    reading.restoring.load(FakeEngine(), found)
     save(keeping, 10)
     assert names_in(folder) == {"global_step4", "global_step10", *local_files.POINTERS}
     del of_tool

@@ -28,7 +28,8 @@ def test_each_rank_verifies_the_files_that_it_loads(rank: int) -> None:
 @pytest.mark.parametrize("rank", range(8))
 def test_a_node_has_the_files_that_its_ranks_load(rank: int) -> None:
     """Two pipeline stages of two data-parallel ranks of two tensor-parallel ones."""
-    stage, (dp, tp) = rank // 4, divmod(rank % 4, 2)
+    stage = rank // 4
+    dp, tp = divmod(rank % 4, 2)
     readers = FileAssignment(tp_size=2, dp_size=2, world_size=8)
     for model in range(4):
         is_own = model == 2 * stage + tp

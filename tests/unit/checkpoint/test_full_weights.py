@@ -88,7 +88,8 @@ def weights_of_model(rows: int = 12) -> Weights:
 
 @pytest.mark.parametrize("rows", [10, 14])
 def test_vocabulary_tables_are_truncated_or_padded_with_zeros(rows: int) -> None:
-    model, weights = Model(), weights_of_model(rows)
+    model = Model()
+    weights = weights_of_model(rows)
 
     load_full_weights(model, weights.items(), rank=1, size=2)
 
@@ -118,6 +119,7 @@ def test_missing_and_unknown_names_are_reported_together() -> None:
 
 
 def test_values_are_converted_to_the_dtype_of_the_model() -> None:
-    model, weights = Model().bfloat16(), weights_of_model()
+    model = Model().bfloat16()
+    weights = weights_of_model()
     load_full_weights(model, weights.items(), rank=0, size=2)
     assert model.fc.weight.dtype == torch.bfloat16

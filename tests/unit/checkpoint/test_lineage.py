@@ -36,13 +36,14 @@ def resume(manager: Managers) -> Resume:
 
     def run(name: str, *iterations: int, **options: object) -> None:
         checkpoints = manager(**options)
-        found, engine = checkpoints.select(), FakeEngine()
+        found = checkpoints.restoring.select()
+        engine = FakeEngine()
         if found is not None:
-            checkpoints.load(engine, found)
-        checkpoints.start_branch(found)
+            checkpoints.restoring.load(engine, found)
+        checkpoints.saving.start_branch(found)
         for iteration in iterations:
             engine.content = f"{name} {iteration}"
-            checkpoints.save(engine, state_at(iteration))
+            checkpoints.saving.save(engine, state_at(iteration))
 
     return run
 

@@ -13,17 +13,16 @@ import pytest
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
-from megatron_ds.checkpoint.local.nodes import ABANDONED_S, TOKEN, Nodes
+from megatron_ds.checkpoint.local.nodes import TOKEN, Nodes
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints, StoredTokenizer
 from megatron_ds.config import Config
+from megatron_ds.fileio.probe_files import ABANDONED_S
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
 from tests.problems import printed_codes
-from tests.tables import tables
 from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
-
-TABLES = tables(__file__)
 
 Start = Callable[..., CheckpointManager]
 
@@ -38,14 +37,16 @@ def start(one_process: None, config: Config, logged: list[str], tmp_path: Path) 
         options = dataclasses.replace(config.checkpoint, **{**places, **changed})
         ranks = CollectiveIO()
         local = LocalCheckpoints.open(options, ranks, lambda found: logged.append(found.render()))
-        return CheckpointManager(
+        run = RunCheckpoints(
             dataclasses.replace(config, checkpoint=options),
             Mesh.build(1),
             logged.append,
             ranks,
+            RunFolders.local(options),
             tokenizer=StoredTokenizer(TokenizerFingerprint("Null", {}, 8, 7), {"vocab.txt": b"a"}),
             local=local,
         )
+        return CheckpointManager(run)
 
     return build
 
@@ -63,7 +64,7 @@ def test_a_checkpoint_without_a_file_leaves_the_one_before_it(
     engine = FakeEngine()
     for iteration in (2, 4):
         engine.content = f"of iteration {iteration}"
-        manager.save_local(engine, state_at(iteration))
+        manager.saving.save_local(engine, state_at(iteration))
     file = tmp_path / "node" / "global_step4" / name
     content = file.read_bytes()
     file.unlink()
@@ -73,7 +74,15 @@ def test_a_checkpoint_without_a_file_leaves_the_one_before_it(
     assert (state, engine.content) == (state_at(2), "of iteration 2")
 
 
-@pytest.mark.parametrize(("first", "options"), TABLES["spellings"])
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        ("{}/run", {"load": "{}/run/"}),
+        ("{}/run", {"save": "./run", "load": "run"}),
+        ("run", {"save": "{}/run"}),
+        ("{}/link", {"load": "{}/below/../run"}),
+    ],
+)
 def test_a_folder_spelled_differently_is_the_same_run(
     first: str,
     options: dict[str, str],
@@ -91,7 +100,7 @@ def test_a_folder_spelled_differently_is_the_same_run(
     place = first.format(tmp_path)
     manager = start(save=place, load=place)
     save(manager, 2)
-    manager.save_local(FakeEngine(), state_at(4))
+    manager.saving.save_local(FakeEngine(), state_at(4))
     again = {name: value.format(tmp_path) for name, value in options.items()}
     assert load(start(**again))[0] == state_at(4)
     assert "local-checkpoints-unused" not in printed_codes("\n".join(logged))
@@ -105,18 +114,24 @@ def test_newer_local_checkpoints_that_are_not_used_are_a_warning(
     restart, and a warning names newer ones that are not"""
     manager = start()
     save(manager, 2)
-    manager.save_local(FakeEngine(), state_at(4))
+    manager.saving.save_local(FakeEngine(), state_at(4))
     if "save" in options:
         options = {"save": str(tmp_path / "other")}
     assert load(start(**options))[1].content != "of iteration 4"
     assert any("[local-checkpoints-unused]" in line and "global_step4" in line for line in logged)
 
 
-def test_runs_that_start_at_once_find_their_nodes(one_process: None, tmp_path: Path) -> None:
-    """Another run looks for its nodes by the same folder; a third one was killed long ago."""
+@pytest.mark.parametrize("ahead", [0.0, 3 * ABANDONED_S, -3 * ABANDONED_S])
+def test_runs_that_start_at_once_find_their_nodes(
+    ahead: float, one_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run looks for its nodes by the same folder; a third one was killed long ago. The
+    clock of the host is days ahead of the folder's, or behind."""
     killed = tmp_path / f"{TOKEN}killed-0"
     killed.touch()
-    os.utime(killed, (0, time.time() - 2 * ABANDONED_S))
+    now = time.time()
+    os.utime(killed, (0, now - 2 * ABANDONED_S))
+    monkeypatch.setattr(time, "time", lambda: now + ahead)
     ranks = CollectiveIO()
     on_all: Callable[..., list[Any]] = ranks.run_on_all
 

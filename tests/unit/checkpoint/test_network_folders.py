@@ -25,6 +25,7 @@ import pytest
 from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import REPLACED
+from megatron_ds.checkpoint.restoring import Restoring
 from megatron_ds.checkpoint.save_steps import SaveError, SaveSteps
 from megatron_ds.fileio import visibility
 from megatron_ds.fileio.atomic import rename, write_atomically
@@ -171,7 +172,7 @@ def test_a_stale_handle_is_opened_again(
     logged.clear()
     with monkeypatch.context() as patch:
         reads = first_reads_fail(patch, folder, errno.ESTALE, 2)
-        found = checkpoints.select()
+        found = checkpoints.restoring.select()
     assert found.iteration == 4
     assert {*local_files.POINTERS, "run.json", "manifest.json", "model_states.pt"} <= reads.keys()
     assert not any("WARNING" in line for line in logged)
@@ -182,7 +183,7 @@ def test_a_handle_that_remains_stale_selects_an_older_checkpoint(
 ) -> None:
     save(checkpoints, 2, 4)
     first_reads_fail(monkeypatch, folder / "global_step4", errno.ESTALE, 1000)
-    found = checkpoints.select()
+    found = checkpoints.restoring.select()
     assert found.iteration == 2
     assert any("[checkpoint-skipped]" in line for line in logged)
 
@@ -191,8 +192,10 @@ class LateEntries:
     """Hides a path from lookups until it has been looked up a number of times."""
 
     def __init__(self, patch: pytest.MonkeyPatch, name: str, count: int) -> None:
-        self.name, self.left = name, count
-        self._stat, self._open = os.stat, io.open
+        self.name = name
+        self.left = count
+        self._stat = os.stat
+        self._open = io.open
         patch.setattr(os, "stat", self.stat)
         patch.setattr(io, "open", self.open)
         patch.setattr(builtins, "open", self.open)
@@ -240,7 +243,7 @@ def test_a_rank_waits_for_the_files_that_the_first_one_has_seen(
     checkpoints: CheckpointManager, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoints, 2, 4)
-    late = hide_during(monkeypatch, CheckpointManager, "_find_damaged_files", "optim_states.pt", 5)
+    late = hide_during(monkeypatch, Restoring, "_find_damaged_files", "optim_states.pt", 5)
     logged.clear()
     assert load(checkpoints)[0] == state_at(4)
     assert late[0].left == 0

@@ -99,7 +99,8 @@ def test_equal_values_in_effect_make_no_difference(before: str, now: str) -> Non
 def test_changes_that_affect_training_are_reported_with_both_values(
     line: str, reported: list[str]
 ) -> None:
-    before, now = config_of(""), config_of(line)
+    before = config_of("")
+    now = config_of(line)
     assert compare(before, now) == ([], reported)
     assert compare(now, before) == ([], reported)
     name, value = line.split()[-2:] if line.split()[-1][0] != "-" else (line.split()[-1], "True")
@@ -109,8 +110,17 @@ def test_changes_that_affect_training_are_reported_with_both_values(
     assert value in str(warning) or f"{float(value):g}" in str(warning)
 
 
+@pytest.mark.parametrize("role", ["prefix", "suffix", "middle", "pad", "eod"])
+def test_other_tokens_of_fill_in_the_middle_are_reported(role: str) -> None:
+    before = config_of("--fim-data")
+    now = config_of(f"--fim-data --fim-{role}-token <other>")
+    assert compare(before, now) == ([], [f"fim_{role}_token"])
+    assert compare(config_of(""), config_of(f"--fim-{role}-token <other>")) == ([], [])
+
+
 def test_dynamic_and_static_loss_scales_are_compared_by_what_they_use() -> None:
-    dynamic, static = config_of("--fp16 --hysteresis 4"), config_of("--fp16 --loss-scale 128")
+    dynamic = config_of("--fp16 --hysteresis 4")
+    static = config_of("--fp16 --loss-scale 128")
     assert compare(dynamic, static) == ([], ["loss_scale"])
     assert compare(static, config_of("--fp16 --loss-scale 128 --hysteresis 1")) == ([], [])
 

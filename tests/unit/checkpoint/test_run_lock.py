@@ -15,18 +15,28 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.folders import run_lock
 from megatron_ds.checkpoint.folders.run_lock import LOCK, Owner, acquire
 from megatron_ds.checkpoint.save_steps import SaveError
+from megatron_ds.fileio.atomic import FileRecord
 from tests.problems import raises_problem
-from tests.unit.checkpoint.fakes import FakeSnapshot, Managers, names_in, save
+from tests.unit.checkpoint.fakes import (
+    FakeEngine,
+    FakeSnapshot,
+    Managers,
+    load,
+    names_in,
+    save,
+    state_at,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +54,8 @@ def another_run(folder: Path) -> Iterator[int]:
         acquire(folder, lambda line: None)
         time.sleep(60.0)
         os._exit(0)
-    end, lock = time.monotonic() + 10, folder / LOCK
+    end = time.monotonic() + 10
+    lock = folder / LOCK
     while not (lock.exists() and lock.read_bytes()) and time.monotonic() < end:
         time.sleep(0.01)
     yield child
@@ -244,7 +255,8 @@ def test_a_run_that_lost_its_folder_leaves_it_to_the_new_owner(
 
 
 def test_a_heartbeat_notices_that_another_run_has_the_folder(tmp_path: Path) -> None:
-    lock, lost = acquire(tmp_path, print), threading.Event()
+    lock = acquire(tmp_path, print)
+    lost = threading.Event()
     lock.on_lost = lost.set
     (tmp_path / LOCK).unlink()  # by a user who tidies up
     assert lock.is_held()
@@ -283,11 +295,85 @@ def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
         save(checkpoints, 4)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("due", ["global_step2", "latest", "latest_checkpointed_iteration.txt"])
+def test_a_run_that_was_suspended_at_the_end_of_a_save_leaves_the_folder_to_the_new_owner(
+    due: str,
+    manager: Managers,
+    folder: Path,
+    lock: run_lock.RunLock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was suspended before a rename to this name, after a look at the lock: the new owner has
+    saved the same iteration, and a later one."""
+    before: dict[Path, bytes] = {}
+
+    def suspended(path: Path) -> None:
+        if path.name == due and not before:
+            before[path] = b""
+            (folder / LOCK).write_text("of another run")
+            for iteration in (2, 4):
+                save(manager(), iteration)
+            before.clear()
+            before.update(contents(folder))
+
+    def suspended_publish(temporary: Path, target: Path) -> None:
+        suspended(target)
+        publish(temporary, target)
+
+    def suspended_write(path: Path, *arguments: Any) -> FileRecord:
+        suspended(path)
+        return write(path, *arguments)
+
+    publish = local_files.publish
+    write = local_files.write_atomically
+    monkeypatch.setattr(local_files, "publish", suspended_publish)
+    monkeypatch.setattr(local_files, "write_atomically", suspended_write)
+    with pytest.raises(SaveError, match=r"\[save-folder-lost\]"):
+        save(manager(lock=lock), 2)
+    assert contents(folder) == before
+    assert (folder / "latest").read_text() == "global_step4"
+
+
+def test_a_run_that_was_suspended_in_a_save_writes_no_file_of_the_new_owner(
+    manager: Managers,
+    folder: Path,
+    lock: run_lock.RunLock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are in the save of the same iteration."""
+    suspended: list[Path] = []
+    write = FakeSnapshot.write
+    engine = FakeEngine()
+
+    def write_slowly(snapshot: FakeSnapshot, path: Path) -> dict[str, FileRecord]:
+        if not suspended:
+            suspended.append(path)
+            (folder / LOCK).write_text("of another run")
+            engine.content = "of the new owner"
+            manager().saving.save(engine, state_at(2))
+            return write(snapshot, path)
+        written = write(snapshot, path)
+        with suppress(OSError):
+            (suspended[0] / "model_states.pt").write_bytes(b"of the suspended run")
+        return written
+
+    monkeypatch.setattr(FakeSnapshot, "write", write_slowly)
+    with pytest.raises(SaveError, match=r"\[save-folder-lost\]"):
+        save(manager(lock=lock), 2)
+    assert load(manager())[1].content == "of the new owner"
+    assert names_in(folder) == {LOCK, "global_step2", *local_files.POINTERS}
+
+
 class FakeFile:
     """A lock file whose readings are counted."""
 
     def __init__(self, content: bytes | None) -> None:
-        self.content, self.readings = content, 0
+        self.content = content
+        self.readings = 0
 
     def read(self) -> bytes | None:
         self.readings += 1
@@ -301,7 +387,9 @@ class FakeFile:
     def touch(self, content: bytes) -> None:
         pass
 
-    touched = remove = folder = None  # not used
+    touched = None
+    remove = None
+    folder = None  # not used
 
 
 @pytest.fixture
@@ -311,7 +399,8 @@ def seconds() -> list[float]:
 
 
 def file_and_ownership(seconds: list[float]) -> tuple[FakeFile, run_lock.Ownership]:
-    file, lease = FakeFile(b"mine"), run_lock.Lease(b"mine", heartbeat_s=10.0, silence_s=60.0)
+    file = FakeFile(b"mine")
+    lease = run_lock.Lease(b"mine", heartbeat_s=10.0, silence_s=60.0)
     return file, run_lock.Ownership(cast("run_lock.LockFile", file), lease, lambda: seconds[0])
 
 
@@ -326,7 +415,8 @@ def test_records_are_written_without_a_reading_until_another_run_may_have_the_fo
     assert ownership.may_write()
     assert ownership.may_write()
     assert file.readings == 1
-    seconds[0], file.content = 90.0, b"of another run"
+    seconds[0] = 90.0
+    file.content = b"of another run"
     assert not ownership.may_write()
     file.content = b"mine"  # never again
     assert not ownership.may_write()
@@ -337,7 +427,8 @@ def test_a_missing_lock_was_deleted_unless_another_run_may_have_come_and_gone(
     seconds: list[float], silence: float, expected: bool
 ) -> None:
     file, ownership = file_and_ownership(seconds)
-    seconds[0], file.content = silence, None
+    seconds[0] = silence
+    file.content = None
     assert ownership.may_write() == expected
     lease = run_lock.Lease(b"mine", heartbeat_s=3600.0, silence_s=60.0)
     seconds[0] = 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_ds.checkpoint.folders.shared_folders import SharedFolders
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.fileio import visibility
+from megatron_ds.fileio.probe_files import ABANDONED_S
 from tests.problems import codes, fields
 
 
@@ -44,7 +46,8 @@ def test_a_shared_folder_need_not_exist_and_is_left_as_it_was(tmp_path: Path) ->
 
 
 def test_folders_that_hosts_do_not_share_are_named_with_them(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
+    one = tmp_path / "one"
+    other = tmp_path / "other"
     other.mkdir()
     (one / "old").mkdir(parents=True)
     found = ask(folders(save=one / "new", load=one / "old"), folders(save=other, load=other))
@@ -60,8 +63,11 @@ def test_a_folder_that_shows_a_file_late_is_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(visibility, "VISIBLE_WITHIN_S", 5.0)
-    first, other = folders(save=tmp_path), folders(save=tmp_path)
-    question, looks, read = first.ask(), itertools.count(), Path.read_bytes
+    first = folders(save=tmp_path)
+    other = folders(save=tmp_path)
+    question = first.ask()
+    looks = itertools.count()
+    read = Path.read_bytes
 
     def read_late(path: Path) -> bytes:
         if next(looks) < 3:
@@ -78,7 +84,13 @@ def test_a_folder_that_cannot_be_created_is_no_question(tmp_path: Path) -> None:
     assert folders(save=tmp_path / "file" / "save").ask() == {}
 
 
-def test_files_of_killed_runs_are_removed_and_those_of_others_are_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [0.0, 3 * ABANDONED_S])
+def test_files_of_killed_runs_are_removed_and_those_of_others_are_not(
+    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the clock of the host is days ahead of the folder's."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + ahead)
     for name in (".shared-old", ".shared-new"):
         (tmp_path / name).touch()
     os.utime(tmp_path / ".shared-old", (0, 0))

@@ -38,7 +38,8 @@ def tokenizer(tmp_path: Path) -> TokenizerConfig:
 @pytest.fixture
 def with_tokenizer(manager: Managers, tokenizer: TokenizerConfig) -> WithTokenizer:
     """with_tokenizer(**fields): the manager of a run with this tokenizer."""
-    fingerprint, files = build_tokenizer(tokenizer).fingerprint, read_files(tokenizer)
+    fingerprint = build_tokenizer(tokenizer).fingerprint
+    files = read_files(tokenizer)
 
     def make(fingerprint: TokenizerFingerprint = fingerprint, **fields: bool) -> CheckpointManager:
         changed = dataclasses.replace(tokenizer, **fields)
@@ -103,8 +104,8 @@ def test_a_resume_with_another_tokenizer_is_rejected(
     other = dataclasses.replace(same, files=files, content="3")
     exported = dataclasses.replace(same, kind="HFTokenizer", files=files)
     with raises_problem("resume-tokenizer-changed", "tokenizer_type"):
-        with_tokenizer(other).select()
+        with_tokenizer(other).restoring.select()
     renamed = dataclasses.replace(same, files=dict(zip("ab", same.files.values(), strict=True)))
     without_text = TokenizerFingerprint("NullTokenizer", {}, same.vocab_size, same.eod)
     for fingerprint in (same, renamed, exported, without_text):
-        assert with_tokenizer(fingerprint).select() is not None
+        assert with_tokenizer(fingerprint).restoring.select() is not None

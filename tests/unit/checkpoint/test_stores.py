@@ -24,6 +24,7 @@ from megatron_ds.checkpoint.folders import run_lock
 from megatron_ds.checkpoint.folders.run_lock import LOCK, acquire_lock
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import list_checkpoints, manifest_text, read_manifest
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.store import lock as store_lock
 from megatron_ds.checkpoint.store.claim import claimed_stores
@@ -82,7 +83,8 @@ for _name in (*WRITES, *READS):
 @contextmanager
 def failing_from(number: int, error: BaseException, names: tuple[str, ...]) -> Iterator[list[str]]:
     """Raises an error at the n-th of these operations and all later ones; yields what failed."""
-    numbers, failed = itertools.count(), list[str]()
+    numbers = itertools.count()
+    failed = list[str]()
 
     def before(name: str) -> None:
         if name in names and next(numbers) >= number:
@@ -123,11 +125,12 @@ def run(one_process: None, config: Config, logged: list[str], tmp_path: Path) ->
         given = dataclasses.replace(config.with_values(options), given=frozenset(MODEL_SIZE_FIELDS))
         staged, plan, problems = make_plan(given)
         assert not problems
-        ranks, folders = CollectiveIO(), plan.folders
+        ranks = CollectiveIO()
+        folders = plan.folders
         with claimed_stores(folders, ranks, logged.append) as stores:
-            yield CheckpointManager(
-                staged, Mesh.build(1), logged.append, ranks, stores.lock, folders, stores=stores
-            )
+            mesh = Mesh.build(1)
+            run = RunCheckpoints(staged, mesh, logged.append, ranks, folders, stores=stores)
+            yield CheckpointManager(run, stores.lock)
 
     return start
 
@@ -141,11 +144,17 @@ def test_a_save_uploads_a_checkpoint_and_two_pointers(run: Runs, logged: list[st
         save(manager, 4, 8)
         store = ObjectStore(URL)
         assert names_in_store() == {
-            *("global_step4", "global_step8", "latest", "latest_checkpointed_iteration.txt")
+            "global_step4",
+            "global_step8",
+            "latest",
+            "latest_checkpointed_iteration.txt",
         }
         assert store.read("latest") == b"global_step8"
         assert {name.partition("/")[2] for name in store.sizes("global_step8")} == {
-            *("below/optim_states.pt", "model_states.pt", "run.json", "manifest.json")
+            "below/optim_states.pt",
+            "model_states.pt",
+            "run.json",
+            "manifest.json",
         }
         staged = manager.newest
         assert (staged / "model_states.pt").is_file()
@@ -163,7 +172,7 @@ def test_files_that_a_node_has_intact_are_not_downloaded(run: Runs, logged: list
     for damaged in (False, True):
         logged.clear()
         with run() as manager:
-            (path,) = list_checkpoints(Path(manager._folders.save.folder))
+            (path,) = list_checkpoints(Path(manager.saving._folder.folder))
             if damaged:
                 flip_a_bit(path / "model_states.pt")
             assert load(manager)[1].content == "of iteration 4"
@@ -175,7 +184,8 @@ def test_a_download_leaves_a_file_that_is_being_read(run: Runs, tmp_path: Path) 
     with run() as manager:
         save(manager, 4)
         staged = manager.newest
-    file, store = staged / "model_states.pt", ObjectStore(URL)
+    file = staged / "model_states.pt"
+    store = ObjectStore(URL)
     content = file.read_bytes()
     file.write_bytes(b"partial")
     reader = file.open("rb")
@@ -234,8 +244,11 @@ def test_a_store_that_fails_at_any_operation_loses_no_older_checkpoint(
                 assert any("[save-pointers-failed]" in line for line in logged)
             save(manager, 12)
         assert names_in_store("") <= {
-            *("global_step4", "global_step8", "global_step12"),
-            *("latest", "latest_checkpointed_iteration.txt"),
+            "global_step4",
+            "global_step8",
+            "global_step12",
+            "latest",
+            "latest_checkpointed_iteration.txt",
         }
         shutil.rmtree(tmp_path / "another")
     assert failed >= (10 if again else 7)
@@ -273,9 +286,10 @@ def test_keep_last_keeps_that_many_in_the_store_and_on_the_node(run: Runs) -> No
     with run(keep_last=2) as manager:
         save(manager, 2, 4, 6)
         assert {name for name in names_in_store() if "global" in name} == {
-            *("global_step4", "global_step6")
+            "global_step4",
+            "global_step6",
         }
-        folder = Path(manager._folders.save.folder)
+        folder = Path(manager.saving._folder.folder)
         assert [path.name for path in list_checkpoints(folder)] == ["global_step6", "global_step4"]
 
 
@@ -285,14 +299,14 @@ def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(run: Runs) -> N
         engine = FakeEngine()
         for number in itertools.count():
             with failing_from(number, Killed(), ("rm_file",)) as broken, suppress(Killed):
-                manager.save(engine, state_at(4 + number))
+                manager.saving.save(engine, state_at(4 + number))
             complete = [n for n in ObjectStore(URL).sizes() if n.endswith("manifest.json")]
             for name in complete:
                 folder = name.partition("/")[0]
                 assert len(ObjectStore(URL).sizes(folder)) >= 4, folder
             if not broken:
                 break
-            manager._current = None
+            manager.saving._current = None
     assert number > 2
 
 
@@ -304,7 +318,8 @@ def test_a_damaged_checkpoint_is_skipped(
     with run() as manager:
         save(manager, 4, 8)
     shutil.rmtree(tmp_path / "a")
-    store, name = ObjectStore(URL), "global_step8/model_states.pt"
+    store = ObjectStore(URL)
+    name = "global_step8/model_states.pt"
     if damage in ("flipped", "truncated"):
         change = flipped if damage == "flipped" else truncated
         store.write(name, change(store.read(name), random.Random(0)))
@@ -326,7 +341,8 @@ def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_left_out(
 ) -> None:
     with run() as manager:
         save(manager, 4, 8)
-    staging, looks = str(tmp_path / "tool"), itertools.count(1)
+    staging = str(tmp_path / "tool")
+    looks = itertools.count(1)
 
     def remove(name: str) -> None:
         if name == "cat_file" and next(looks) == seen:
@@ -369,7 +385,7 @@ def test_names_of_a_store_neither_write_nor_delete_outside_the_staging_folder(
     with run() as manager:
         save(manager, 4, 8)
         # What anyone who can write to the bucket does to the older checkpoint.
-        (*_, older) = list_checkpoints(Path(manager._folders.save.folder))
+        (*_, older) = list_checkpoints(Path(manager.saving._folder.folder))
         files = {**read_manifest(older), name: FileRecord.of(b"theirs")}
         manifest = manifest_text(files).encode()
         ObjectStore(URL).write("global_step4/manifest.json", manifest)

@@ -16,6 +16,7 @@ from megatron_ds.checkpoint.metadata import MANIFEST, RUN, manifest_text
 from megatron_ds.checkpoint.universal.folders import POINTER, list_universal
 from megatron_ds.checkpoint.universal.reader import UniversalStates
 from megatron_ds.checkpoint.universal.writer import UniversalContent, write_states
+from megatron_ds.config import CheckpointConfig
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.weights import ShardSpec
@@ -111,7 +112,7 @@ def test_a_file_without_a_tensor_is_rejected(tmp_path: Path) -> None:
 
 
 def selected(manager: Managers, **options: Any) -> str:
-    found = manager(**options).select()
+    found = manager(**options).restoring.select()
     return found.path.name
 
 
@@ -145,7 +146,7 @@ def test_a_run_continues_from_one(saved: Path, manager: Managers, logged: list[s
     assert engine.loaded is None
     assert isinstance(engine.resharded, UniversalStates)
     assert any("from the universal checkpoint global_step5_universal" in line for line in logged)
-    checkpoints.start_branch(checkpoints.select())
+    checkpoints.saving.start_branch(checkpoints.restoring.select())
     assert pointer.read_text() == before
     load(manager(universal_checkpoint=True, finetune=True, save=str(saved.parent / "new")))
 
@@ -154,10 +155,10 @@ def test_a_damaged_one_is_rejected(saved: Path, manager: Managers) -> None:
     path = saved / "global_step5_universal/zero/weight/exp_avg.pt"
     flip_a_bit(path)
     with raises_problem("checkpoint-damaged", contains="exp_avg.pt"):
-        manager(universal_checkpoint=True).select()
+        manager(universal_checkpoint=True).restoring.select()
     path.unlink()
     with raises_problem("checkpoint-damaged", contains="exp_avg.pt"):
-        manager(universal_checkpoint=True).select()
+        manager(universal_checkpoint=True).restoring.select()
 
 
 def test_one_of_deepspeeds_converter_uses_the_run_of_its_source(
@@ -169,8 +170,8 @@ def test_one_of_deepspeeds_converter_uses_the_run_of_its_source(
     assert list_universal(saved)[0].name == "global_step5_universal"
 
 
-def test_one_checkpoint_can_be_named_if_it_is_universal(saved: Path, manager: Managers) -> None:
-    options = manager(load=str(saved / "global_step3")).config.checkpoint
+def test_one_checkpoint_can_be_named_if_it_is_universal(saved: Path) -> None:
+    options = CheckpointConfig(load=str(saved / "global_step3"))
     assert codes(options.problems()) == ["load-is-one-checkpoint"]
-    options = manager(load=str(saved / "global_step3_universal")).config.checkpoint
+    options = CheckpointConfig(load=str(saved / "global_step3_universal"))
     assert codes(options.problems()) == []

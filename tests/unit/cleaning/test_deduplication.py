@@ -57,7 +57,8 @@ def keys_of(options: NearOptions, texts: list[list[str]]) -> list[bytes]:
 
 
 def test_exact_duplicates_ignore_case_and_whitespace() -> None:
-    exact, index = ExactHash(), SeenHashes()
+    exact = ExactHash()
+    index = SeenHashes()
 
     def claim(text: str) -> str | None:
         return index.add_or_reject(exact(Document(text, None)).key)

@@ -40,8 +40,27 @@ def document(text: str, url: str | None = None) -> Document:
 
 
 BROKEN = [
-    *("a", "<b>", "&amp;", "&eacute;", "\n", "\r\n", "\r", "ﬁ", "schÃ¶n", "“x”", "\x1b[36m"),
-    *("\x00", "\x7f", "\x85", "e\u0301", "ＬＯＵＤ", "\u2028", "\ufeff", " ", "âœ”", "Ã"),
+    "a",
+    "<b>",
+    "&amp;",
+    "&eacute;",
+    "\n",
+    "\r\n",
+    "\r",
+    "ﬁ",
+    "schÃ¶n",
+    "“x”",
+    "\x1b[36m",
+    "\x00",
+    "\x7f",
+    "\x85",
+    "e\u0301",
+    "ＬＯＵＤ",
+    "\u2028",
+    "\ufeff",
+    " ",
+    "âœ”",
+    "Ã",
 ]
 
 
@@ -109,13 +128,15 @@ def test_url_filter(tmp_path: Path, url: str, reason: str | None) -> None:
     "url", [f"http://{'a.' * 100_000}com/", f"http://a.b/{'.' * 200_000}"], ids=["host", "file"]
 )
 def test_time_for_a_long_address_is_linear(url: str) -> None:
-    urls, start = UrlFilter([]), time.process_time()
+    urls = UrlFilter([])
+    start = time.process_time()
     urls.judge(url)
     assert time.process_time() - start < 1
 
 
 def test_invalid_lines_of_all_lists_are_reported(tmp_path: Path) -> None:
-    first, second = tmp_path / "1.txt", tmp_path / "2.txt"
+    first = tmp_path / "1.txt"
+    second = tmp_path / "2.txt"
     first.write_text("example.com\nhttp://x.org/\nregex:(\n")
     second.write_bytes(b"\xff\xfe")
     missing = tmp_path / "none"

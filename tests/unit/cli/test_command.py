@@ -21,9 +21,12 @@ from tests.problems import printed_codes
 class Files:
     """Files to read."""
 
-    paths: tuple[str, ...] = option_field((), "files", nargs="*", flag="input")
-    limit: int = option_field(3, "limit", minimum=1)
-    unused: int = option_field(0, "no flag of this tool")
+    paths: tuple[str, ...] = option_field((), nargs="*", flag="input")
+    """Files."""
+    limit: int = option_field(3, minimum=1)
+    """Limit."""
+    unused: int = option_field(0)
+    """No flag of this tool."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,14 @@ class Options:
 
     PROGRAM: ClassVar[str] = "read.py"
 
-    target: str = option_field("", "output", metavar="OUT", positional=True, required=True)
-    keep: bool = option_field(True, "do not keep files")
-    pages: tuple[range, ...] = option_field((), "pages", nargs="*", only_with=when(keep=False))
-    text: tuple[str, ...] = option_field((), "texts", nargs="*", repeatable=True)
+    target: str = option_field("", metavar="OUT", positional=True, required=True)
+    """Output."""
+    keep: bool = option_field(True)
+    """`--no-keep`: do not keep files."""
+    pages: tuple[range, ...] = option_field((), nargs="*", only_with=when(keep=False))
+    """Pages."""
+    text: tuple[str, ...] = option_field((), nargs="*", repeatable=True)
+    """Texts."""
     files: Files = option_group(
         Files(limit=5), flags={"paths": ("task-files", "tasks"), "unused": None}
     )

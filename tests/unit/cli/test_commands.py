@@ -22,7 +22,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.model.declaration.architecture import model_spec
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 COMMANDS: list[dict[str, Any]] = json.loads(
@@ -86,7 +86,7 @@ def facts_of(config: Config, world_size: int) -> dict[str, Any]:
         "parameters": model_spec(model, config.moe).elements(),
         "axes.tp": tp_size,
         "axes.pp": parallel.pipeline_model_parallel_size,
-        "axes.sp": parallel.ds_sequence_parallel_size,
+        "axes.sp": parallel.sequence_ranks,
         "dp_total": dp_size,
         "samples_per_step": config.final_global_batch_size(dp_size),
         "precision": config.precision.name,
@@ -110,7 +110,8 @@ def test_command_starts_as_it_was_meant_or_is_refused_for_a_listed_reason(
         assert any(word in problem.render() for problem in problems for word in words), problems
         return
     assert problems == []
-    facts, expected = facts_of(config, command["world"]), dict(command["facts"])
+    facts = facts_of(config, command["world"])
+    expected = dict(command["facts"])
     if "parameters" in expected:
         # The projects pad the vocabulary by other multiples.
         assert facts["parameters"] == pytest.approx(expected.pop("parameters"), rel=5e-3)

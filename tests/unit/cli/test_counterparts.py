@@ -11,8 +11,8 @@ from megatron_ds.cli.doctor.counterparts import with_counterparts
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.scan import scan
+from megatron_ds.doctor import command as doctor
 from tests.problems import codes
-from tools import doctor
 
 SHAPE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "

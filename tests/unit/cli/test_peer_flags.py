@@ -30,10 +30,12 @@ from megatron_ds.cli.doctor.trainers.settings import Settings
 from megatron_ds.cli.flags import Effect, Flag, FlagTable, dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, ModelConfig
+from megatron_ds.inference.samples import options as generation_options
+from megatron_ds.preprocess import command as preprocess_data
+from megatron_ds.server import options as server_options
 from tests.pages.flags import answer_of, flags_of_today, tool_tables
 from tests.problems import codes
 from tests.tables import tables as tables_beside
-from tools import generate_samples_gpt, preprocess_data, run_text_generation_server
 
 CASES = tables_beside(__file__)
 
@@ -48,8 +50,8 @@ PRETRAIN = "pretrain"
 TABLES: dict[str, FlagTable] = {
     PRETRAIN: training_flags(),
     "preprocess_data": table_of(preprocess_data.Options),
-    "generate_samples_gpt": table_of(generate_samples_gpt.Options),
-    "run_text_generation_server": table_of(run_text_generation_server.Options),
+    "generate_samples_gpt": table_of(generation_options.Options),
+    "run_text_generation_server": table_of(server_options.Options),
 }
 COUNTS = {"set": 244, "no_op": 25, "ignored": 188, "refused": 37}
 """Flags of all programs by outcome. A flag that becomes an option, or ceases to be one, counts."""
@@ -124,7 +126,7 @@ def test_no_ignored_flag_changes_what_is_learned() -> None:
         name
         for flag in ignored
         if flag.effect == "elsewhere"
-        and (match := re.match("only (?:used )?with (--.*)", flag.help))
+        and (match := re.match("only (?:used )?with (--.*)", flag.help_text))
         for name in FLAG.findall(match[1])
     }
     assert len(needed) >= 5
@@ -220,8 +222,8 @@ def test_flags_of_mindspeed_with_another_form_name_it(line: str) -> None:
 def test_every_flag_that_sets_nothing_gives_its_reason() -> None:
     for table in (*TABLES.values(), *tool_tables().values()):
         for flag in table.foreign:
-            assert len(flag.help) > 10, flag
-            assert flag.help[-1] not in ".;", flag
+            assert len(flag.help_text) > 10, flag
+            assert flag.help_text[-1] not in ".;", flag
 
 
 def test_every_flag_is_declared_once() -> None:

@@ -17,15 +17,18 @@ from megatron_ds.cli.doctor.trainers import huggingface
 from megatron_ds.cli.doctor.trainers.neox import feed_forward_size
 from megatron_ds.cli.doctor.trainers.settings import Settings
 from megatron_ds.config import GROUP_OF_FIELD
+from megatron_ds.doctor import command as doctor
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
 from tests.tables import tables
-from tools import doctor
 
 TABLES = tables(__file__)
 FILES: dict[str, dict[str, Any]] = TABLES["files"]
 REQUIRED = (
-    *("training-data-required", "run-length-required", "required", "tokenizer-option-required"),
+    "training-data-required",
+    "run-length-required",
+    "required",
+    "tokenizer-option-required",
     "data-paths-incomplete",
 )
 """Problems of a tiny file that leaves keys out."""
@@ -74,7 +77,8 @@ def read(name: str, text: str, folder: Path) -> Diagnosis:
 def test_a_file_has_its_values_differences_and_what_is_lacking(title: str, tmp_path: Path) -> None:
     case = FILES[title]
     result = read(case["name"], case["text"], tmp_path)
-    config, values = result.config, case.get("values", {})
+    config = result.config
+    values = case.get("values", {})
     actual = {name: getattr(getattr(config, GROUP_OF_FIELD[name]), name) for name in values}
     expected = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     assert {k: tuple(v) if isinstance(v, list) else v for k, v in actual.items()} == expected
@@ -146,7 +150,8 @@ def test_flags_of_the_trainer_in_a_script_are_read_as_its_settings(tmp_path: Pat
     )
     (command,) = read_source([str(script)], {}, None)
     result = diagnose(command, doctor._complete, tmp_path)
-    schedule, config = result.config.schedule, result.config
+    schedule = result.config.schedule
+    config = result.config
     assert (schedule.micro_batch_size, schedule.global_batch_size) == (2, 24)
     assert (config.optimizer.lr, config.precision.bf16, schedule.train_iters) == (3e-4, True, 100)
     assert result.command.unread == ["do_train", "report_to"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import tomllib
+import itertools
+from pathlib import Path
 
 import pytest
 
-from megatron_ds.config import GROUPS, ModelConfig, flag_of
+from megatron_ds.config import GROUPS, ModelConfig, field_help, flag_of
+from megatron_ds.config.field_help import option_help
 from megatron_ds.config.fields import option_fields
-from megatron_ds.config.problems import PACKAGE
 from tests.problems import codes
 from tests.tables import tables
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 TABLES = tables(__file__)
 
 MODEL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=6, seq_length=16)
@@ -52,22 +54,45 @@ def test_a_window_of_another_form_is_a_problem(size, pattern, expected):
     assert codes(model.problems(1)) == [expected]
 
 
-def test_each_help_text_is_that_of_a_declared_option():
-    for file in PACKAGE.glob("*/option_help.toml"):
-        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in file.parent.rglob("*.py")]
-        declared = {
-            (group.name, ast.unparse(field.target))
-            for tree in trees
-            for group in tree.body
-            if isinstance(group, ast.ClassDef)
-            for field in group.body
+def test_each_option_has_a_help_text_and_says_what_it_decides():
+    for group in GROUPS.values():
+        for item, spec in option_fields(group):
+            assert spec.decides, f"{item.name}: no `decides`, and {group.__name__} has no DECIDES"
+            text = spec.help or option_help(group, item.name)
+            assert len(text) > 10 or item.name in ("optimizer", "hidden_size"), item.name
+            assert not text.endswith(".") or text.endswith("..."), item.name
+
+
+def test_a_help_text_is_the_docstring_below_the_field():
+    assert option_help(GROUPS["optimizer"], "lr") == "maximum learning rate"
+    assert option_help(GROUPS["model"], "num_layers") == "number of transformer layers"
+    assert option_help(GROUPS["model"], "rotary_base") == "base period of RoPE"
+    assert option_help(GROUPS["model"], "add_bias_linear") == "disable bias in the linear layers"
+    assert option_help(GROUPS["deepspeed"], "zero_stage").startswith("ZeRO stage: 0 partitions")
+    assert option_help(GROUPS["recompute"], "recompute_granularity").startswith("full: recompute")
+    with pytest.raises(KeyError, match=r"ModelConfig\.no_such_field has no docstring"):
+        option_help(GROUPS["model"], "no_such_field")
+
+
+def test_docstrings_of_fields_are_those_of_a_parser() -> None:
+    found = 0
+    for path in sorted((REPOSITORY / "megatron_ds").rglob("*.py")):
+        if "option_field" not in (source := path.read_text()):
+            continue
+        name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        parsed = {
+            (cls.name, field.target.id): below.value.value
+            for cls in ast.parse(source).body
+            if isinstance(cls, ast.ClassDef)
+            for field, below in itertools.pairwise(cls.body)
             if isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
         }
-        texts = tomllib.loads(file.read_text(encoding="utf-8"))
-        named = {(group, field) for group, fields in texts.items() for field in fields}
-        assert named <= declared, f"remove what {file} has beyond them"
-    specs = {item.name: spec for item, spec in option_fields(GROUPS["optimizer"])}
-    assert specs["lr"].help == "maximum learning rate"
+        assert field_help._docstrings(name, str(path)) == parsed, path
+        found += len(parsed)
+    assert found > 300
 
 
 def test_each_field_has_its_own_flag():

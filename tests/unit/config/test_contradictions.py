@@ -11,7 +11,8 @@ import pytest
 
 from megatron_ds import schedule_validation
 from megatron_ds.config import GROUPS, Config, ParallelConfig
-from megatron_ds.config.fields import option_fields
+from megatron_ds.config.fields import OptionSpec, option_fields
+from megatron_ds.config.options.optimizer_specs import NAMES
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
 from tests.problems import codes, fields
@@ -41,7 +42,7 @@ def config_of(**changes: Any) -> Config:
 
 def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
     parallel = config.parallel
-    replica = parallel.tensor_model_parallel_size * parallel.ds_sequence_parallel_size
+    replica = parallel.tensor_model_parallel_size * parallel.sequence_ranks
     world_size = dp_size * replica
     return [*config.problems(world_size), *schedule_validation.problems(config, dp_size)]
 
@@ -53,7 +54,6 @@ def test_valid_configurations_have_no_problem(changes):
 
 CASES = [
     *((each, each.pop("problem")) for each in TABLES["contradictions"]),
-    ({"load": __file__}, "load-is-a-file"),
     ({"save": f"{__file__}/x"}, "not-a-folder"),
 ]
 
@@ -138,11 +138,21 @@ BY_STAGES = "world-size-not-divisible-by-stages"
         ((2, 2, 2), 6, {BY_SLICES: "", BY_STAGES: "of at least 2 ranks"}),
         # The sizes that are proposed fit the number of stages.
         ((2, 2, 4), 12, {BY_SLICES: "that fit: 1, 3)"}),
+        (
+            (1, 1, 2, 2),
+            6,
+            {BY_SLICES: "--context-parallel-size 2 x --ds-sequence-parallel-size 2 = 4 "},
+        ),
     ],
 )
 def test_sizes_must_divide_the_processes(sizes, world_size, expected):
-    tp_size, pp_size, sp_size = sizes
-    parallel = ParallelConfig(tp_size, pp_size, ds_sequence_parallel_size=sp_size)
+    tp_size, pp_size, ulysses_size, *cp_size = sizes
+    parallel = ParallelConfig(
+        tp_size,
+        pp_size,
+        ds_sequence_parallel_size=ulysses_size,
+        context_parallel_size=cp_size[0] if cp_size else 1,
+    )
     found = {problem.code: problem for problem in parallel.problems(world_size, num_layers=4)}
     assert found.keys() == expected.keys()
     assert all(text in str(found[code]) for code, text in expected.items())
@@ -189,9 +199,31 @@ def test_unexpected_effect_of_a_valid_schedule_is_warned_of(changes, code):
     assert codes(found) == ([] if code is None else [code])
 
 
+def other_optimizer(spec: OptionSpec) -> str | None:
+    """An optimizer that does not have an option; None unless this is all that the option needs."""
+    admitted = spec.conditions[0].admitted if len(spec.conditions) == 1 else {}
+    if admitted.keys() != {"optimizer"}:
+        return None
+    return next(name for name in NAMES if name not in admitted["optimizer"])
+
+
+def other_value(item: dataclasses.Field[Any], spec: OptionSpec) -> Any:
+    """A valid value of an option that is not its default."""
+    if spec.choices:
+        return next(choice for choice in spec.choices if choice != item.default)
+    if isinstance(item.default, bool):
+        return not item.default
+    return item.default + 1 if isinstance(item.default, int) else item.default / 2
+
+
 CONDITIONAL = {item.name: item.default for item, spec in OPTIONS if spec.only_with}
 INEFFECTIVE: dict[str, Sequence[tuple[Any, dict[str, Any]]]] = {
     **{name: [(not on, {})] for name, on in CONDITIONAL.items() if isinstance(on, bool)},
+    **{
+        item.name: [(other_value(item, spec), {"optimizer": name})]
+        for item, spec in OPTIONS
+        if (name := other_optimizer(spec)) is not None
+    },
     **TABLES["ineffective"],
 }
 """By field, values and other settings next to which they have no effect."""

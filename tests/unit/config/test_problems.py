@@ -29,8 +29,11 @@ CREATORS: dict[str, set[str]] = {
     "user_error": set(),
     "library_errors": {"why"},
     "_save_error": {"iteration", "folder"},
+    "ForeignFormat": {"path", "file"},
 }
 """Functions that create a problem, with the values that they add."""
+TABLE = "CODES"
+"""Name of a dictionary whose values are codes, of problems with the same values."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ def uses() -> Iterator[Use]:
             if not any(f"{name}(" in source for name in CREATORS):
                 continue
             for node in nodes(path):
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == TABLE:
+                    assert isinstance(node.value, ast.Dict)
+                    location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+                    for code in node.value.values:
+                        yield Use(ast.literal_eval(code), frozenset({"None"}), True, location)
                 if not isinstance(node, ast.Call):
                     continue
                 function = getattr(node.func, "attr", getattr(node.func, "id", ""))

@@ -19,7 +19,8 @@ PROMPTS = [TOKENS[0, :11].tolist(), TOKENS[1, :3].tolist()]
 TABLES = tables(__file__)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
 """Class and arguments of the configuration."""
-LLAMA3, YARN = TABLES["parts"]["llama3"], TABLES["parts"]["yarn"]
+LLAMA3 = TABLES["parts"]["llama3"]
+YARN = TABLES["parts"]["yarn"]
 EAGER = {"attn_implementation": "eager"}
 """Other kernels leave out the bound of Gemma 2's scores."""
 

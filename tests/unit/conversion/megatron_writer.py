@@ -26,14 +26,37 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.source import SourceCheckpoint
-from tests.tables import tables
-
-TABLES = tables(__file__)
 
 PADDED_ROWS = 64
-ITERATION, STEPS, SAMPLES = 7, 6, 28
-LEGACY = TABLES["legacy"]
-CORE = TABLES["core"]
+ITERATION = 7
+STEPS = 6
+SAMPLES = 28
+LEGACY = {
+    "embedding.word": "word_embeddings.",
+    "embedding.position": "position_embeddings.",
+    "embedding.norm": "word_embeddings.norm.",
+    "attention_norm": "input_layernorm.",
+    "final_norm": "final_layernorm.",
+    "head": "output_layer.",
+    "attention.qkv": "self_attention.query_key_value.",
+    "attention.proj": "self_attention.dense.",
+    "mlp_norm": "post_attention_layernorm.",
+    "mlp.fc_in": "mlp.dense_h_to_4h.",
+    "mlp.fc_out": "mlp.dense_4h_to_h.",
+}
+CORE = {
+    "embedding.word": "word_embeddings.",
+    "embedding.position": "position_embeddings.",
+    "embedding.norm": "word_embeddings.norm.",
+    "attention_norm": "input_layernorm.",
+    "final_norm": "final_layernorm.",
+    "head": "output_layer.",
+    "attention.qkv": "self_attention.linear_qkv.",
+    "attention.proj": "self_attention.linear_proj.",
+    "mlp_norm": "pre_mlp_layernorm.",
+    "mlp.fc_in": "mlp.linear_fc1.",
+    "mlp.fc_out": "mlp.linear_fc2.",
+}
 NAMES = {
     "old": {module: name.replace("self_", "") for module, name in LEGACY.items()},
     "legacy": LEGACY,
@@ -138,7 +161,8 @@ def _padded(config: ModelConfig, source: SourceCheckpoint) -> dict[str, Tensor]:
 
 
 def _state(config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    gated, rope = config.is_gated, config.position_embedding_type == "rope"
+    gated = config.is_gated
+    rope = config.position_embedding_type == "rope"
     names = "num_layers hidden_size num_attention_heads seq_length embed_layernorm"
     args: dict[str, Any] = {
         **{name: getattr(config, name) for name in names.split()},
@@ -205,7 +229,8 @@ def _adam(model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> 
     flat = _flat(model)
     decays = {name: value.dim() > 1 and not name.endswith("bias") for name, value in flat.items()}
     groups = [[name for name in flat if decays[name] == decayed] for decayed in (True, False)]
-    names, first = groups[0] + groups[1], len(groups[0])
+    names = groups[0] + groups[1]
+    first = len(groups[0])
     by_kind = {kind: _flat(each) for kind, each in states.items()}
     masters = by_kind.pop("fp32_param", None)
     state = [{kind: each[name] for kind, each in by_kind.items()} for name in names]
@@ -301,12 +326,15 @@ def _legacy(to: _Target) -> None:
     layout = to.layout
     num_chunks = layout.pp * layout.chunks
     counts = layout.stages or (to.config.num_layers // num_chunks,) * num_chunks
-    bounds, stages = [0, *itertools.accumulate(counts)], len(counts) // layout.chunks
+    bounds = [0, *itertools.accumulate(counts)]
+    stages = len(counts) // layout.chunks
 
     def chunks(weights: Mapping[str, Tensor], rank: int, stage: int) -> dict[str, Any]:
-        shards, found = _rank(to, weights, rank), {}
+        shards = _rank(to, weights, rank)
+        found = {}
         for index in range(stage, len(counts), stages):
-            layers, is_last = range(*bounds[index : index + 2]), index == len(counts) - 1
+            layers = range(*bounds[index : index + 2])
+            is_last = index == len(counts) - 1
             key = "model" if layout.chunks == 1 else f"model{index // stages}"
             found[key] = _stage(to, shards, layers, first=index == 0, last=is_last)
         return found
@@ -426,7 +454,8 @@ def _layer_files(to: _Target) -> None:
 
 def _partitions(to: _Target) -> None:
     """Flat partitions of two groups, with what each has of each weight."""
-    dp, tp = to.layout.dp, to.layout.tp
+    dp = to.layout.dp
+    tp = to.layout.tp
     for model_rank in range(tp * to.layout.pp if to.moments else 0):
         stage, rank = divmod(model_rank, tp)
         spelled = _engine_names(to, rank)
@@ -459,9 +488,11 @@ def _partition(
         part[kind] = _part(torch.cat([each[name].flatten() for name in names]), number, count)
     sizes = [states["exp_avg"][name].numel() for name in names]
     length = len(part["exp_avg"])
-    begin, mapping = number * length, {}
+    begin = number * length
+    mapping = {}
     for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
-        first, last = max(end - size, begin), min(end, begin + length)
+        first = max(end - size, begin)
+        last = min(end, begin + length)
         if first < last:
             mapping[name] = fragment_address(last - first, first - begin)
     return part, mapping
@@ -469,7 +500,8 @@ def _partition(
 
 def _stages_of(to: _Target, name: str) -> set[int]:
     """The stages of DeepSpeed's pipeline that have a weight: a tied embedding is in two."""
-    config, layout = to.config, to.layout
+    config = to.config
+    layout = to.layout
     if name.startswith("layers."):
         return {int(name.split(".")[1]) * layout.pp // config.num_layers}
     if not name.startswith("embedding."):
@@ -500,7 +532,8 @@ def _rank(to: _Target, weights: Mapping[str, Tensor], rank: int) -> dict[str, Te
 
 
 def _shard(to: _Target, name: str, full: Tensor, rank: int) -> Tensor:
-    config, layout = to.config, to.layout
+    config = to.config
+    layout = to.layout
     if "attention.qkv" in name:
         return _qkv(to, full, rank)
     if "mlp.fc_in" in name:
@@ -519,8 +552,11 @@ def _shard(to: _Target, name: str, full: Tensor, rank: int) -> Tensor:
 
 def _qkv(to: _Target, full: Tensor, rank: int) -> Tensor:
     """Rows of the heads of one rank, listed one by one."""
-    config, layout = to.config, to.layout
-    size, heads, groups = (config.head_dim, config.num_attention_heads, config.kv_heads)
+    config = to.config
+    layout = to.layout
+    size = config.head_dim
+    heads = config.num_attention_heads
+    groups = config.kv_heads
     per_group = heads // groups
     own = range(rank * groups // layout.tp, (rank + 1) * groups // layout.tp)
 
@@ -566,7 +602,8 @@ def _stage(
             encoder[inner] = shard
         elif name.startswith("embedding.") and first:
             embedding[inner] = shard
-    head, table = shards.get("head.weight"), shards["embedding.word.weight"]
+    head = shards.get("head.weight")
+    table = shards["embedding.word.weight"]
     if to.layout.extra:
         encoder[to.layout.extra] = torch.ones(1)
     if to.layout.names in ("core", "fused"):

@@ -12,8 +12,8 @@ from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, declared_weights
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
+from megatron_ds.model.declaration.architecture import DENSE
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.spec.architecture import DENSE
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from tests.tables import tables
@@ -81,7 +81,8 @@ def random_training(config: ModelConfig) -> dict[str, Any]:
 def model_of(source: SourceCheckpoint) -> GPTModel:
     """The model of a source, in fp32."""
     config = source.settings.model
-    mesh, rng = Mesh.single(), RngStreams(0)
+    mesh = Mesh.single()
+    rng = RngStreams(0)
     model = GPTModel(config, mesh=mesh, rng=rng, seed=None, moe=source.settings.moe).eval()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -70,7 +70,8 @@ def settings_without_experts() -> Any:
 def assert_same_ids(tokenizer: Tokenizer, loaded: Any, texts: Sequence[str]) -> None:
     different = {}
     for text in texts:
-        ids, expected = loaded(text)["input_ids"], tokenizer.encode(text)
+        ids = loaded(text)["input_ids"]
+        expected = tokenizer.encode(text)
         if ids != expected:
             different[text] = (ids, expected)
     assert different == {}

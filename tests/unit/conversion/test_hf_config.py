@@ -16,7 +16,6 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import UserError
 from megatron_ds.conversion.huggingface import families
 from megatron_ds.conversion.huggingface.families import FAMILIES
@@ -131,7 +130,7 @@ def expected_windows(config: Any) -> tuple[int | None, ...]:
 def assert_same(config: Any, settings: ModelSettings) -> None:
     """The values that transformers' configuration holds are those of the settings."""
     values = {**settings.defaults, **settings.fixed}
-    numbers = read_table(families.__file__)[config.model_type].get("numbers", {})
+    numbers = families.TABLES[config.model_type].get("numbers", {})
     for field, column in numbers.items():
         key = (column if isinstance(column, str) else column[0]).split()[0]
         expected = getattr(config, key, None)

@@ -81,7 +81,8 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_files(found: Path, expected: Path) -> None:
     """The same tensors under the same names, byte by byte."""
-    ours, theirs = tensors_in(found), tensors_in(expected)
+    ours = tensors_in(found)
+    theirs = tensors_in(expected)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name].dtype == value.dtype
@@ -123,9 +124,16 @@ def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("mixtral", "qwen3-moe", "qwen3-moe-layers", "glm4-moe", "gpt-oss", "gpt-oss-types"),
+        "mixtral",
+        "qwen3-moe",
+        "qwen3-moe-layers",
+        "glm4-moe",
+        "gpt-oss",
+        "gpt-oss-types",
         "deepseek-v3",
-        *("phi3", "gemma3", "olmo3"),
+        "phi3",
+        "gemma3",
+        "olmo3",
     ],
 )
 def test_gradients_are_those_of_transformers(tmp_path: Path, name: str) -> None:
@@ -143,7 +151,8 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     tensors = {key: TensorReader.of(value.detach()) for key, value in named}
     gradients = SourceCheckpoint(tmp_path, "native", source.settings, tensors)
     write_hf(gradients, tmp_path / "ours")
-    found, expected = tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs")
+    found = tensors_in(tmp_path / "ours")
+    expected = tensors_in(tmp_path / "theirs")
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         rows = found[key][: len(value)]
@@ -157,7 +166,8 @@ def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
     write_weights_folder(open_hf(tmp_path / "theirs"), tmp_path / "ours")
     write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
     generation = load_strictly(tmp_path / "again").generation_config
-    found, expected = generation.to_dict(), model.generation_config.to_dict()
+    found = generation.to_dict()
+    expected = model.generation_config.to_dict()
     assert found.pop("_from_model_config") != expected.pop("_from_model_config")
     assert found == expected
 
@@ -248,7 +258,8 @@ def test_the_files_that_transformers_reads_are_read(tmp_path: Path) -> None:
 
 
 def test_a_tied_table_has_either_name_or_both(tmp_path: Path) -> None:
-    expected, table = open_hf(saved(tmp_path / "original", "qwen2")), "model.embed_tokens.weight"
+    expected = open_hf(saved(tmp_path / "original", "qwen2"))
+    table = "model.embed_tokens.weight"
     folder = saved(tmp_path / "changed", "qwen2")
     tensors = tensors_in(folder)
     embedding = tensors[table]
@@ -297,8 +308,15 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
     from megatron_ds.conversion.huggingface.families import FAMILIES
 
     required = {
-        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "n_layer"),
-        *("n_head", "intermediate_size", "max_position_embeddings", "num_key_value_heads"),
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "n_layer",
+        "n_head",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_key_value_heads",
     }
     for name, family in FAMILIES.items():
         values = transformers.AutoConfig.for_model(name).to_dict()
@@ -620,13 +638,14 @@ def with_predictions(folder: Path, name: str) -> Any:
     """
     model = random_model(name, num_hidden_layers=3)
     model.save_pretrained(folder)
-    hidden, generator = model.config.hidden_size, torch.Generator().manual_seed(5)
+    hidden = model.config.hidden_size
+    generator = torch.Generator().manual_seed(5)
     shapes = {**dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))}
     shapes["eh_proj"] = hidden, 2 * hidden
-    model.depth, model.extra = (
-        model.model.layers[2],
-        {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()},
-    )
+    model.depth = model.model.layers[2]
+    model.extra = {
+        name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
     model.model.layers = model.model.layers[:2]
     tensors = tensors_in(folder)
     copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
@@ -641,7 +660,9 @@ def with_predictions(folder: Path, name: str) -> Any:
 
 def loss_of_predictions(model: Any) -> torch.Tensor:
     """Mean loss of the tokens two places ahead, by the definition of DeepSeek-V3."""
-    base, weights, length = model.model, model.extra, TOKENS.shape[1] - 1
+    base = model.model
+    weights = model.extra
+    length = TOKENS.shape[1] - 1
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         eps = model.config.rms_norm_eps

@@ -216,7 +216,8 @@ def changed(path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("files", ["legacy", "torch_dist", "deepspeed", "zero3", "universal"])
 def test_a_decay_in_the_gradient_is_mentioned(files: str, tmp_path: Path) -> None:
     """torch.optim.Adam, which microsoft's fork uses on other devices than CUDA's."""
-    config, source = model(**LLAMA), random_source(model(**LLAMA))
+    config = model(**LLAMA)
+    source = random_source(model(**LLAMA))
     layout = Layout(files=files, half=files not in ("legacy", "torch_dist"))
     moments = dict.fromkeys((*MOMENTS, "fp32_param") if layout.half else MOMENTS, source)
     folder = write_checkpoint(tmp_path, config, source, layout, moments)
@@ -273,7 +274,8 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
     Claim (checkpoints): a universal checkpoint that DeepSpeed converts from a fork's is read like
     the fork's itself
     """
-    case, folder = peer_checkpoint(shared_data, "ms_pipe_tp2"), tmp_path / "run"
+    case = peer_checkpoint(shared_data, "ms_pipe_tp2")
+    folder = tmp_path / "run"
     for path in filter(Path.is_file, case.rglob("*")):  # without the permissions of the original
         (folder / path.relative_to(case)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / path.relative_to(case))
@@ -288,7 +290,8 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
     assert detect_megatron(folder) == direct
     found = detect_megatron(folder, universal=True)
     assert found.path == Path(output)
-    own, expected = open_megatron(found.path), open_megatron(direct.path)
+    own = open_megatron(found.path)
+    expected = open_megatron(direct.path)
     assert own.run == expected.run
     assert own.settings.model.vocab_size == expected.settings.model.vocab_size
     assert own.optimizer.keys() == expected.optimizer.keys()
@@ -388,7 +391,8 @@ def test_malformed_states_are_rejected(key: str, value: Any, code: str, tmp_path
 
 def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
     """When they are read."""
-    config, source = model(), random_source(model())
+    config = model()
+    source = random_source(model())
     moments = dict.fromkeys((*MOMENTS, "fp32_param"), source)
     layout = Layout(files="deepspeed", half=True, dp=2)
     folder = write_checkpoint(tmp_path, config, source, layout, moments)

@@ -58,7 +58,8 @@ ATTACKS = list(attacks(Path("trap")))
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_file_cannot_run_code(tmp_path: Path, attack: str, is_zip: bool) -> None:
     """Claim (checkpoints): a foreign checkpoint cannot execute code"""
-    trap, path = tmp_path / "sprung", tmp_path / "model_optim_rng.pt"
+    trap = tmp_path / "sprung"
+    path = tmp_path / "model_optim_rng.pt"
     content = {"args": argparse.Namespace(rank=0), "model": attacks(trap)[attack]}
     torch.save(content, path, _use_new_zipfile_serialization=is_zip)
 
@@ -73,7 +74,8 @@ def test_a_file_cannot_run_code(tmp_path: Path, attack: str, is_zip: bool) -> No
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_metadata_cannot_run_code(tmp_path: Path, attack: str, protocol: int) -> None:
     """Claim (checkpoints): a foreign checkpoint cannot execute code"""
-    trap, path = tmp_path / "sprung", tmp_path / ".metadata"
+    trap = tmp_path / "sprung"
+    path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps({"state": attacks(trap)[attack]}, protocol))
 
     with raises_problem("foreign-class-rejected", contains=str(path)):
@@ -215,7 +217,8 @@ def test_classes_of_megatron_are_read_without_being_imported(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_tensors_are_mapped_if_the_file_allows_it(tmp_path: Path, is_zip: bool) -> None:
-    path, size = tmp_path / "state.pt", 1 << 20
+    path = tmp_path / "state.pt"
+    size = 1 << 20
     torch.save({"weight": torch.zeros(size)}, path, _use_new_zipfile_serialization=is_zip)
     read = read_foreign(path)["weight"]
     with open(path, "r+b") as file:
@@ -227,7 +230,8 @@ def test_tensors_are_mapped_if_the_file_allows_it(tmp_path: Path, is_zip: bool) 
 
 def test_a_compressed_file_is_read(tmp_path: Path) -> None:
     """torch maps the compressed bytes of such a file as if they were values."""
-    path, values = tmp_path / "state.pt", torch.arange(1000.0)
+    path = tmp_path / "state.pt"
+    values = torch.arange(1000.0)
     torch.save({"weight": values}, tmp_path / "plain")
     with zipfile.ZipFile(tmp_path / "plain") as plain, zipfile.ZipFile(path, "w") as archive:
         for name in plain.namelist():

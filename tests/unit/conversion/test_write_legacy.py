@@ -109,7 +109,8 @@ def gpt2_weights(path: Path) -> dict[str, Tensor]:
     Weights of GPT-2 are transposed, and QKV rows [heads, 3, size] become [3, heads, size].
     """
     state = torch.load(path, weights_only=False)
-    args, language_model = state["args"], state["model"]["language_model"]
+    args = state["args"]
+    language_model = state["model"]["language_model"]
     heads = args.num_attention_heads
     found = {
         "wte.weight": language_model["embedding"]["word_embeddings"]["weight"],
@@ -124,7 +125,9 @@ def gpt2_weights(path: Path) -> dict[str, Tensor]:
         if match is None:
             found[key.replace("final_layernorm", "ln_f")] = value
             continue
-        prefix, operation, kind = f"h.{match[1]}", match[2], match[3]
+        prefix = f"h.{match[1]}"
+        operation = match[2]
+        kind = match[3]
         if operation.endswith("layernorm"):
             norm = "ln_1" if operation.startswith("input") else "ln_2"
             found[f"{prefix}.{norm}.{kind}"] = value
@@ -165,9 +168,13 @@ PARTLY = {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_sca
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"position_embedding_type": "alibi"}, {"activation": "geglu"}, {"embed_layernorm": True}),
-        *({"norm_position": "reordered"}, {"logits_multiplier": 0.5}),
-        *({"attn_logit_softcapping": 9.5}, {"softmax_scale": 0.25}),
+        {"position_embedding_type": "alibi"},
+        {"activation": "geglu"},
+        {"embed_layernorm": True},
+        {"norm_position": "reordered"},
+        {"logits_multiplier": 0.5},
+        {"attn_logit_softcapping": 9.5},
+        {"softmax_scale": 0.25},
         PARTLY,
     ],
 )

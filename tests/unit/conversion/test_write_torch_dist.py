@@ -28,7 +28,6 @@ from megatron_ds.conversion.registry import recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from tests.problems import raises_problem
-from tests.tables import tables
 from tests.unit.checkpoint.native_writer import random_states
 from tests.unit.checkpoint.native_writer import write_checkpoint as write_native
 from tests.unit.conversion.megatron_writer import core_entries
@@ -40,9 +39,27 @@ from tests.unit.conversion.models import (
     random_training,
 )
 
-TABLES = tables(__file__)
-
-MODELS: dict[str, dict[str, Any]] = TABLES["models"]
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": {
+        "activation": "swiglu",
+        "ffn_hidden_size": 24,
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "untie_embeddings_and_output_weights": True,
+        "kv_channels": 6,
+        "rotary_base": 5000.0,
+    },
+    "groups, biases and a tied table": {
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "rotary_interleaved": True,
+        "use_rope_scaling": True,
+        "no_rope_freq": "4",
+    },
+}
 
 
 def trained(config: ModelConfig, dtype: torch.dtype) -> SourceCheckpoint:
@@ -190,7 +207,8 @@ def test_objects_and_common_values_are_those_of_megatron(tmp_path: Path) -> None
 
 def test_padding_that_was_trained_is_kept(tmp_path: Path) -> None:
     """As in a run of Megatron that was continued here; without training there is none."""
-    config, padded = model(), model(vocab_size=64)
+    config = model()
+    padded = model(vocab_size=64)
     source = dataclasses.replace(
         random_source(config), tensors=random_source(padded).tensors, **random_training(padded)
     )

@@ -40,8 +40,11 @@ def test_unchanged_blend_keeps_the_history() -> None:
 @pytest.mark.parametrize(
     ("names", "weights", "order"),
     [
-        *(("ab", [0.5, 0.5], ORDER), ("ba", [0.75, 0.25], ORDER), ("a", [1.0], ORDER)),
-        *(("abc", [0.2, 0.6, 0.2], ORDER), ("ab", [0.25, 0.75], ORDER + 1)),
+        ("ab", [0.5, 0.5], ORDER),
+        ("ba", [0.75, 0.25], ORDER),
+        ("a", [1.0], ORDER),
+        ("abc", [0.2, 0.6, 0.2], ORDER),
+        ("ab", [0.25, 0.75], ORDER + 1),
     ],
 )
 def test_changed_blend_begins_a_phase(names: str, weights: list[float], order: int) -> None:
@@ -66,7 +69,8 @@ def test_change_before_the_first_sample_replaces_the_phase() -> None:
 
 def test_source_identity_includes_documents_and_copies() -> None:
     a = SourceId("a", "x", (0, 9))
-    shorter, changed = SourceId("a", "x", (0, 8)), SourceId("a", "y", (0, 9))
+    shorter = SourceId("a", "x", (0, 8))
+    changed = SourceId("a", "y", (0, 9))
     assert [one.copy for one in with_copy_numbers([a, a, shorter, a])] == [0, 1, 0, 2]
     first = record_consumed(resume_history(None, [a], [1.0], ORDER), [5])
     for other in (shorter, changed):
@@ -149,7 +153,8 @@ def test_every_source_gives_its_samples_once_and_in_order(data: st.DataObject) -
     Claim (samples): a blend may change on resume: within a source, no sample is repeated or skipped
     """
     history: BlendHistory | None = None
-    consumed, given_of = 0, {name: list[int]() for name in "abcde"}
+    consumed = 0
+    given_of = {name: list[int]() for name in "abcde"}
     for _ in range(data.draw(st.integers(1, 5))):
         names = data.draw(st.lists(st.sampled_from("abcde"), min_size=1, max_size=4, unique=True))
         parts = [data.draw(st.integers(1, 5)) for _ in names]

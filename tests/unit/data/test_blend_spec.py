@@ -131,7 +131,9 @@ def test_ranges_are_rounded_as_in_bigscience(text: str, size: int, bounds: tuple
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_argument_files_equal_flags(tmp_path: Path, mark: str) -> None:
-    blend, splits, groups = tmp_path / "blend", tmp_path / "splits.json", tmp_path / "groups"
+    blend = tmp_path / "blend"
+    splits = tmp_path / "splits.json"
+    groups = tmp_path / "groups"
     blend.write_text(f"{mark}3 a\n1 b\n")
     by_split = {"train": [3, "a", 1, "b"], "valid": "c d", "test": None}
     splits.write_text(mark + json.dumps(by_split))
@@ -209,7 +211,10 @@ def test_contradicting_data_flags_are_rejected(given_fields: str, code: str, nam
 @pytest.mark.parametrize(
     "fields",
     [
-        *("data_path", "data_path split", "data_args_path split", "per_split_data_args_path"),
+        "data_path",
+        "data_path split",
+        "data_args_path split",
+        "per_split_data_args_path",
         "train_data_path valid_weighted_split_paths test_weighted_split_paths_path",
     ],
 )

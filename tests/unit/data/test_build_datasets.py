@@ -20,8 +20,10 @@ from megatron_ds.data import build_datasets as module
 from megatron_ds.data import lazy_indexes
 from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets, exact_train_samples
-from megatron_ds.data.gpt_dataset import END_MARK, GPTDataset, SampleReading, TokenDataset
+from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.index_cache import ArrayCache
+from megatron_ds.data.sample import NO_MARKS, DocumentEnds, Mark, Samples
+from megatron_ds.data.token_dataset import SampleReading, TokenDataset, TransformedDataset
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from megatron_ds.model.attention.packed import PackingOptions
@@ -143,7 +145,8 @@ def test_files_without_documents_are_left_out_of_the_evaluation(
 
 
 def test_blend_follows_the_weights(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
+    a = write(tmp_path / "a")
+    b = write(tmp_path / "b", first=100)
     built = datasets(DataConfig(data_path=("3", a, "1", b), split="1"), (400, 0, 0))
     train = built.train
     assert len(train) == 400
@@ -317,7 +320,8 @@ def test_changed_blend_continues_each_source(tmp_path: Path) -> None:
 
 
 def test_single_file_becomes_a_blend_and_single_again(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
+    a = write(tmp_path / "a")
+    b = write(tmp_path / "b", first=100)
     single = DataConfig(data_path=(a,), split="1")
     uninterrupted, _, _ = run(single, 300)
     first, record, _ = run(single, 100, total=300)
@@ -354,7 +358,8 @@ def test_further_index_has_another_order(tmp_path: Path) -> None:
     before, record, _ = run(config, 40)
     after, record, _ = run(config, 110, 40, record=record)
     assert record["sources"][0]["requests"] == (40, 55)  # both of one epoch
-    first, second = (before + after)[:55], [one.removesuffix("+1") for one in after[15:]]
+    first = (before + after)[:55]
+    second = [one.removesuffix("+1") for one in after[15:]]
     assert sorted(first) == sorted(second)
     assert first != second
 
@@ -387,7 +392,8 @@ def test_moved_folder_has_the_same_sources(tmp_path: Path) -> None:
 
 
 def test_groups_are_separate_datasets(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
+    a = write(tmp_path / "a")
+    b = write(tmp_path / "b", first=100)
     config = DataConfig(
         train_weighted_split_paths=(f"T: 2 0:0.8 {a}, 1 0:0.5 {b}",),
         valid_weighted_split_paths=(f"V1: 1 0.8:0.9 {a}", f"V2: 1 0.5:1 {b}, 1 0.9:1 {a}"),
@@ -419,9 +425,9 @@ def read(
     built = resumed(config, max(end, total), first, record, **shape)
     samples = [built.train[position].tolist() for position in range(first, end)]
     assert all(len(sample) == length + 1 for sample in samples)
-    rows = np.empty((len(samples), length + 1), dtype=np.int32)
+    memory = Samples.empty((len(samples), length + 1), NO_MARKS)
     pickled = pickle.loads(pickle.dumps(built.train))  # as for a loader process
-    assert SampleReading(pickled, range(first, end), rows).finish().tolist() == samples
+    assert SampleReading(pickled, range(first, end), memory).finish().ids.tolist() == samples
     record = built.progress.history_after(end).to_dict()
     return [sample[:-1] for sample in samples], record, built
 
@@ -441,7 +447,8 @@ def test_a_source_continues_with_its_unread_text_at_another_length(
     without a token twice, and resumes
     """
     path = write_distinct(tmp_path / "a", 45)  # 712 tokens
-    config, size = DataConfig(data_path=(path,), split="1"), 712
+    config = DataConfig(data_path=(path,), split="1")
+    size = 712
     first, record, _ = read(config, before, 0, consumed, total=30)
     unread = size - consumed * before
     rest = ((size - 1) // before - consumed) * before // length
@@ -586,43 +593,47 @@ def test_documents_that_contain_the_end_of_document_token_stay_whole(tmp_path: P
     config = DataConfig(
         data_path=(write_pair(tmp_path / "p", texts),),
         split="1",
-        reset_attention_mask=True,
-        document_boundaries="idx",
     )
     built = datasets(config, ((total - 1) // 5, 0, 0)).train
     assert built is not None
-    rows = [SampleReading(built, [place]).finish()[0] for place in range(len(built))]
-    tokens_BS, labels_BS = (torch.from_numpy(np.stack(rows)).long()[:, i : i + 5] for i in (0, 1))
-    assert tokens_BS.numel() == total - 1  # one epoch, without its last token
-    packing = PackingOptions(END_MARK, False, reset_attention=True, has_marks=True)
-    assert int((tokens_BS >= END_MARK).sum()) == len(texts) - 1
-    assert int((labels_BS >= END_MARK).sum()) == len(texts)
-    ends = packing.find_documents(tokens_BS).doc_ids_BS.diff(dim=1).count_nonzero()
-    assert int(ends) == len(texts) - 1 - int((tokens_BS[:, -1] >= END_MARK).sum())
-    read = Counter(packing.without_marks(tokens_BS).flatten().tolist())
+    ids, marks = SampleReading(marked_by_file(built), range(len(built))).finish()
+    assert marks is not None
+    last = torch.from_numpy(marks == Mark.LAST)
+    assert ids[:, :-1].size == total - 1  # one epoch, without its last token
+    assert int(last[:, :-1].sum()) == len(texts) - 1
+    assert int(last[:, 1:].sum()) == len(texts)
+    documents = PackingOptions(False, reset_attention=True).documents(last[:, :-1])
+    ends = documents.doc_ids_BS.diff(dim=1).count_nonzero()
+    assert int(ends) == len(texts) - 1 - int(last[:, -2].sum())
+    read = Counter(ids[:, :-1].flatten().tolist())
     assert (Counter(itertools.chain(*texts)) - read).total() == 1
+
+
+def marked_by_file(dataset: TokenDataset | None) -> TransformedDataset:
+    """The samples with the ends of documents of their file."""
+    assert dataset is not None
+    return TransformedDataset(dataset, [DocumentEnds(None)])
 
 
 def test_samples_mark_the_ends_of_documents(tmp_path: Path) -> None:
     """Claim (samples): with `--document-boundaries idx`, documents end where the .idx file ends
     them, without an end-of-document token"""
-    path = (unique(tmp_path / "a", 0, [7, 30, 1, 60]),)
-    options: Any = {"split": "1", "reset_attention_mask": True}
-    plain = datasets(DataConfig(data_path=path, **options), (15, 0, 0)).train
-    config = DataConfig(data_path=path, document_boundaries="idx", **options)
+    config = DataConfig(data_path=(unique(tmp_path / "a", 0, [7, 30, 1, 60]),), split="1")
     built = datasets(config, (15, 0, 0))
-    marked = built.train
-    assert marked is not None
-    assert plain is not None
-    ends = set()
-    for position in range(len(plain)):
-        (row,) = SampleReading(marked, [position]).finish()
-        assert (row & ~END_MARK).tolist() == plain[position].tolist()
-        ends |= {token - END_MARK for token in row.tolist() if token >= END_MARK}
+
+    def ends_of(dataset: TokenDataset | None, positions: range) -> set[int]:
+        assert dataset is not None
+        ids, marks = SampleReading(marked_by_file(dataset), positions).finish()
+        assert ids.tolist() == [dataset[position].tolist() for position in positions]
+        assert marks is not None
+        return {*ids[marks == Mark.LAST].tolist()}
+
+    assert built.train is not None
+    ends = ends_of(built.train, range(len(built.train)))
     assert {6, 37, 97} <= ends <= {6, 36, 37, 97}
     assert built.progress is not None
     history = built.progress.history_after(9)
     shorter = datasets(config, (30, 0, 0), history=history, consumed=9, seq_length=3).train
-    assert shorter is not None
-    rest = [token for position in range(9, 15) for token in shorter[position].tolist()]
-    assert {token - END_MARK for token in rest if token >= END_MARK} <= ends
+    rest = ends_of(shorter, range(9, 15))
+    assert rest
+    assert rest <= ends

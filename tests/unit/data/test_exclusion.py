@@ -14,12 +14,14 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.exclusion import excluded_sequences
-from megatron_ds.data.gpt_dataset import Piece
+from megatron_ds.data.token_dataset import Piece
 from megatron_ds.data.validation import DataFiles
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 
-SEQ_LENGTH, READ, SAMPLES = 7, 30, 90
+SEQ_LENGTH = 7
+READ = 30
+SAMPLES = 90
 LEFT_OUT = {"a": (3, 4, 11, 20), "b": (7,)}
 """Documents of each file: short, long, and neighbours."""
 
@@ -28,7 +30,8 @@ LEFT_OUT = {"a": (3, 4, 11, 20), "b": (7,)}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two files, in which every token occurs once."""
     folder = tmp_path_factory.mktemp("files")
-    draw, first = np.random.default_rng(0), 0
+    draw = np.random.default_rng(0)
+    first = 0
     for name, count in (("a", 25), ("b", 30)):
         sizes = draw.integers(1, 12, count)
         sizes[4] = 40
@@ -84,9 +87,11 @@ def test_the_other_samples_keep_their_order(folder: Path, names: str, order: str
     """Claim (samples): a run that leaves out documents from a step on reads none of their tokens,
     all others as often as before, and samples without them in the same order"""
     with_all = built(config_of(folder, names, dataloader_type=order))
-    before, record = rows(with_all, 0), record_of(with_all, READ)
+    before = rows(with_all, 0)
+    record = record_of(with_all, READ)
     out = built(config_of(folder, names, out="out.txt", dataloader_type=order), record, READ)
-    after, forbidden = rows(out, READ), tokens_of(folder, LEFT_OUT)
+    after = rows(out, READ)
+    forbidden = tokens_of(folder, LEFT_OUT)
     assert all(forbidden.isdisjoint(row) for row in after)
     of_a = tokens_of(folder, {"a": (*range(25),)})
     for is_a in (True, False):  # each file goes on with the samples that it would have read
@@ -109,7 +114,8 @@ def test_the_other_samples_keep_their_order(folder: Path, names: str, order: str
 def test_nothing_else_is_lost_or_repeated(folder: Path) -> None:
     all_data = built(config_of(folder, "a"))
     unread = rows(all_data, READ, len(all_data.train))
-    record, out = record_of(all_data, READ), config_of(folder, "a", out="out.txt")
+    record = record_of(all_data, READ)
+    out = config_of(folder, "a", out="out.txt")
     data = built(out, record, READ).train._datasets[0]
     rest, *_ = getattr(data, "_datasets", [data])  # without the epochs after them
     read = [tuple(rest[position].tolist()) for position in range(len(rest))]
@@ -126,12 +132,15 @@ def test_documents_and_the_length_change_together(folder: Path) -> None:
     first = built(config_of(folder, "0.3 a 0.7 b"))
     (folder / "few.txt").write_text("a:11")
     (folder / "none.txt").write_text("")
-    record, consumed, length = record_of(first, READ), READ, SEQ_LENGTH
+    record = record_of(first, READ)
+    consumed = READ
+    length = SEQ_LENGTH
     for out, more in (("few.txt", 20), ("out.txt", 15), ("none.txt", 40)):
         length += 2
         data = built(
             config_of(folder, "0.3 a 0.7 b", out=out),
-            *(record, consumed),
+            record,
+            consumed,
             seq_length=length,
             num_samples=(consumed + more, 0, 0),
         )
@@ -142,14 +151,13 @@ def test_documents_and_the_length_change_together(folder: Path) -> None:
             pieces = [data_tokens(folder, piece) for piece in data.train.pieces(position)]
             assert [token for piece in pieces for token in piece] == data.train[position].tolist()
         for prefix, number in ((str(folder / "a"), 5), (str(folder / "b"), 9)):
-            ids, found = (
-                tokens_of(folder, {prefix[-1]: (number,)}),
-                data.train.positions_of(prefix, np.array([number])),
-            )
+            ids = tokens_of(folder, {prefix[-1]: (number,)})
+            found = data.train.positions_of(prefix, np.array([number]))
             run = range(consumed, consumed + more)
             expected = [at for at in run if not ids.isdisjoint(data.train[at].tolist())]
             assert [at for at in found.tolist() if at in run] == expected
-        record, consumed = record_of(data, consumed + more), consumed + more
+        record = record_of(data, consumed + more)
+        consumed += more
     assert [source["excluded"] for source in record["sources"]] == [(), ()]
     restarted = built(config_of(folder, "b", out="out.txt"))
     assert all(tokens_of(folder, LEFT_OUT).isdisjoint(row) for row in rows(restarted, 0))
@@ -167,7 +175,8 @@ def test_wrong_lines_are_named_together(folder: Path) -> None:
     ranges, problems = excluded_sequences([files])
     assert ranges == {str(folder / "a"): ((24, 25),), str(folder / "b"): ((3, 6),)}
     assert codes(problems) == ["exclusion-invalid"] * 4
-    blanks, digits = " " * 100_000, "9" * 5_000
+    blanks = " " * 100_000
+    digits = "9" * 5_000
     odd = (
         f"\ufeffa:24\n{blanks}\n{blanks}b:3-5{blanks}\nb:{digits}\nb:1{blanks}1\na:\n:3\n".encode()
     )

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.fill_in_middle import FillInMiddle, fim_problems
-from megatron_ds.data.gpt_dataset import SampleReading, TokenDataset, TransformedDataset
+from megatron_ds.data.sample import Mark, Samples
+from megatron_ds.data.token_dataset import SampleReading, TokenDataset, TransformedDataset
 from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
@@ -40,7 +41,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 class Documents(TokenDataset):
     """Equal samples of documents, and of end-of-document tokens."""
 
-    vocab_size = cache = None
+    vocab_size = None
+    cache = None
 
     def __init__(self, tokenizer: Tokenizer, texts: tuple[str, ...] = TEXTS) -> None:
         ids = [token for text in texts for token in (*tokenizer.encode(text), tokenizer.eod)]
@@ -53,15 +55,15 @@ class Documents(TokenDataset):
     def __getitem__(self, position: int) -> Any:
         return self.row.copy()
 
-    def read_into(self, position: int, row: Any) -> None:
-        row[:] = self.row
+    def read_into(self, position: int, ids: Any, marks: Any = None) -> None:
+        ids[:] = self.row
 
     def sample_id(self, position: int) -> str:
         return str(position)
 
 
-def documents_of(tokenizer: Tokenizer, row: Any) -> list[list[int]]:
-    groups = itertools.groupby(row.tolist(), tokenizer.eod.__eq__)
+def documents_of(tokenizer: Tokenizer, ids: list[int]) -> list[list[int]]:
+    groups = itertools.groupby(ids, tokenizer.eod.__eq__)
     return [list(ids) for is_end, ids in groups if not is_end]
 
 
@@ -70,7 +72,8 @@ def restored(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, str]:
     prefix, suffix, middle, *_ = (tokenizer.token_id(token) for token in TOKENS)
     if prefix not in ids:
         return tokenizer.decode(ids), "none"
-    first, last = ids.index(suffix), ids.index(middle)
+    first = ids.index(suffix)
+    last = ids.index(middle)
     assert ids[0] == prefix
     parts = ids[1:first], ids[first + 1 : last], ids[last + 1 :]
     before, after, end = map(tokenizer.decode, parts)
@@ -84,11 +87,13 @@ def test_documents_keep_their_text_and_the_rates_are_met(tokenizer: Tokenizer) -
 
     def dataset(split: int) -> TransformedDataset:
         transform = FillInMiddle(options, tokenizer, (1, split))
-        return TransformedDataset(Documents(tokenizer), transform)
+        return TransformedDataset(Documents(tokenizer), [transform])
 
-    data, orders, divisions = dataset(0), dict.fromkeys(("none", "spm", "psm"), 0), set()
+    data = dataset(0)
+    orders = dict.fromkeys(("none", "spm", "psm"), 0)
+    divisions = set()
     for position in range(300):
-        documents = documents_of(tokenizer, data[position])
+        documents = documents_of(tokenizer, data[position].tolist())
         texts = [restored(tokenizer, document) for document in documents]
         assert tuple(text for text, _ in texts) == TEXTS
         divisions.add(tuple(documents[0]))
@@ -98,36 +103,44 @@ def test_documents_keep_their_text_and_the_rates_are_met(tokenizer: Tokenizer) -
     assert orders["psm"] == pytest.approx(506, abs=60)
     assert len(divisions) > 80
     # Another reader, in another order; and another split.
-    rows = SampleReading(dataset(0), [7, 3]).finish()
-    assert rows.tolist() == [data[7].tolist(), data[3].tolist()]
+    samples = SampleReading(dataset(0), [7, 3]).finish()
+    assert samples.ids.tolist() == [data[7].tolist(), data[3].tolist()]
     assert dataset(1)[7].tolist() != data[7].tolist()
+
+
+def transformed(transform: FillInMiddle, row: Any) -> tuple[list[int], list[bool]]:
+    """A transformed sample, and which of its tokens have a loss as labels."""
+    samples = Samples(row[None].copy(), np.full((1, len(row)), Mark.LAST, dtype=np.uint8))
+    transform([0], samples)
+    ids, marks = samples.at(0)
+    assert marks is not None
+    assert {*marks.tolist()} <= {0, Mark.NO_LOSS}  # ends of documents have moved
+    return ids.tolist(), (marks == 0).tolist()
 
 
 def test_samples_keep_their_length_and_padding_has_no_loss(tokenizer: Tokenizer) -> None:
     always = FillInMiddle(DataConfig(fim_data=True, fim_rate=1.0), tokenizer, (1, 0))
     row = Documents(tokenizer).row
-    longer = row[:20].copy()
-    always(0, longer)
-    assert longer.min() >= 0
+    longer, has_loss = transformed(always, row[:20])
+    assert len(longer) == 20
+    assert all(has_loss)
     # Encoded again, letters become words, of fewer tokens.
     letters = [token for letter in "The " * 20 for token in tokenizer.encode(letter)]
-    shorter = np.array(letters, dtype=np.int32)
-    always(0, shorter)
+    shorter, has_loss = transformed(always, np.array(letters, dtype=np.int32))
     assert len(shorter) == len(letters)
     pad = tokenizer.token_id("<fim_pad>")
-    assert pad is not None
-    assert shorter[-1] == ~pad
-    unchanged = row.copy()
-    FillInMiddle(DataConfig(fim_data=True, fim_rate=0.0), tokenizer, (1, 0))(0, unchanged)
-    assert unchanged.tolist() == row.tolist()
+    assert shorter[-1] == pad
+    assert has_loss == [token != pad for token in shorter]
+    never = FillInMiddle(DataConfig(fim_data=True, fim_rate=0.0), tokenizer, (1, 0))
+    assert transformed(never, row)[0] == row.tolist()
 
 
 def test_fragments_are_transformed_at_a_rate_of_their_own(tokenizer: Tokenizer) -> None:
     values: Any = {"fim_split_sample": "<file>", "fim_fragment_rate": 1.0, "fim_no_prefix": "!"}
     options = DataConfig(fim_data=True, fim_rate=1.0, **values)
     row = Documents(tokenizer, ("one file<file>two files<file>!three", "without")).row
-    FillInMiddle(options, tokenizer, (1, 0))(0, row)
-    document, other = documents_of(tokenizer, row)
+    ids, _ = transformed(FillInMiddle(options, tokenizer, (1, 0)), row)
+    document, other = documents_of(tokenizer, ids)
     groups = itertools.groupby(document, lambda token: token == tokenizer.token_id("<file>"))
     texts = [restored(tokenizer, list(part)) for is_split, part in groups if not is_split]
     assert [text for text, _ in texts] == ["one file", "two files", "!three"]

@@ -13,7 +13,13 @@ from megatron_ds.data.index_cache import ArrayCache, Arrays
 from tests.problems import raises_problem
 
 INVALID_DESCRIPTIONS = [
-    *("[]", "5", '{"arrays": 5}', '{"arrays": {"a": 1}}', "[" * 100_000, "\0", '{"arrays": []}')
+    "[]",
+    "5",
+    '{"arrays": 5}',
+    '{"arrays": {"a": 1}}',
+    "[" * 100_000,
+    "\0",
+    '{"arrays": []}',
 ]
 
 
@@ -26,7 +32,8 @@ class CountingBuilder:
 
 
 def test_entry_is_built_once(tmp_path: Path) -> None:
-    cache, build = ArrayCache([tmp_path / "new" / "cache"]), CountingBuilder()
+    cache = ArrayCache([tmp_path / "new" / "cache"])
+    build = CountingBuilder()
     for _ in range(2):
         arrays = cache.get_or_build("kind", {"seed": 1}, build)
         assert (arrays["a"].tolist(), arrays["b"].dtype) == ([0, 1, 2, 3, 4], np.uint32)
@@ -37,7 +44,8 @@ def test_entry_is_built_once(tmp_path: Path) -> None:
 
 
 def test_damaged_entry_is_rebuilt(tmp_path: Path) -> None:
-    cache, build = ArrayCache([tmp_path]), CountingBuilder()
+    cache = ArrayCache([tmp_path])
+    build = CountingBuilder()
     cache.get_or_build("kind", {}, build)
     files = [path for path in tmp_path.iterdir() if path.suffix in (".npy", ".json")]
     assert len(files) == 3
@@ -71,7 +79,9 @@ def test_full_disk_falls_back_to_the_next_folder(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    small, large, build = tmp_path / "small", tmp_path / "large", CountingBuilder()
+    small = tmp_path / "small"
+    large = tmp_path / "large"
+    build = CountingBuilder()
     assert ArrayCache([small, large]).get_or_build("kind", {}, build)["a"].size == 5
     assert build.calls == 1
     assert not [path for path in small.iterdir() if path.suffix != ".lock"]
@@ -80,7 +90,8 @@ def test_full_disk_falls_back_to_the_next_folder(
 
 
 def test_long_kind_and_failing_build(tmp_path: Path) -> None:
-    cache, build = ArrayCache([tmp_path]), CountingBuilder()
+    cache = ArrayCache([tmp_path])
+    build = CountingBuilder()
     for _ in range(2):
         cache.get_or_build("k" * 300, {}, build)
     assert build.calls == 1
@@ -94,7 +105,9 @@ def test_long_kind_and_failing_build(tmp_path: Path) -> None:
 
 
 def test_first_writable_folder_is_used(tmp_path: Path) -> None:
-    first, second, build = tmp_path / "file" / "x", tmp_path / "second", CountingBuilder()
+    first = tmp_path / "file" / "x"
+    second = tmp_path / "second"
+    build = CountingBuilder()
     (tmp_path / "file").write_text("")
     cache = ArrayCache([first, second])
     cache.get_or_build("kind", {}, build)

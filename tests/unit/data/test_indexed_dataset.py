@@ -16,6 +16,7 @@ import pytest
 from megatron_ds.data.token_files import indexed_writer
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, token_dtype
 from megatron_ds.data.token_files.indexed_writer import pair_writer
+from tests.foreign_files import LLM_C, fairseq_index
 from tests.problems import raises_problem
 from tests.token_files import write_pair, write_reference
 
@@ -121,7 +122,8 @@ def test_memory_does_not_grow_with_the_number_of_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed_writer, "BLOCK_ITEMS", 1000)
-    ones, peaks = np.ones(1000, np.uint16), []
+    ones = np.ones(1000, np.uint16)
+    peaks = []
     for thousands in (20, 200):
         tracemalloc.start()
         with pair_writer(tmp_path / str(thousands), "uint16") as writer:
@@ -147,3 +149,31 @@ def test_tokens_and_dtypes_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
 
 def test_token_dtype_depends_on_the_vocabulary_size() -> None:
     assert (token_dtype(65499), token_dtype(65500)) == (np.uint16, np.int32)
+
+
+def test_a_wrong_index_is_named(tmp_path: Path) -> None:
+    """Claim (data): indexes of fairseq, of unknown versions and types of tokens, and indexes of
+    another file are errors that name them"""
+    prefix, other = (write_pair(tmp_path / name, [range(n)]) for name, n in (("p", 4), ("q", 7)))
+    good = Path(f"{prefix}.idx").read_bytes()
+
+    def check(index: bytes, code: str, contains: str) -> None:
+        Path(f"{prefix}.idx").write_bytes(index)
+        with raises_problem(code, contains=contains):
+            IndexedDataset(prefix)
+
+    check(fairseq_index([4]), "token-index-without-documents", "fairseq")
+    check(b"TNTIDX\0\0" + good, "legacy-token-file", "TNTIDX")
+    check(good[:9] + b"\2" + good[10:], "unknown-token-index-version", "version 2")
+    check(good[:17] + b"\x09" + good[18:], "unknown-token-dtype", "uint32")
+    check(b"\x93NUMPY\x01\0" + bytes(120), "not-a-token-index", "NumPy")
+    check(Path(f"{other}.idx").read_bytes(), "token-file-size-mismatch", f"{prefix}.idx")
+    Path(f"{prefix}.idx").write_bytes(good)
+    for content, contains in (
+        (Path(f"{other}.bin").read_bytes(), f"{other}.idx describes"),
+        (LLM_C, "llm.c"),
+        (b"\1\0", "incomplete"),
+    ):
+        Path(f"{prefix}.bin").write_bytes(content)
+        with raises_problem("token-file-size-mismatch", contains=contains):
+            IndexedDataset(prefix)

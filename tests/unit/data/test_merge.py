@@ -12,6 +12,7 @@ from megatron_ds.config.problems import UserError
 from megatron_ds.data.token_files import indexed_writer
 from megatron_ds.data.token_files.indexed_writer import WriteCounts
 from megatron_ds.data.token_files.merge import MergeProgress, merge, prefixes_in
+from tests.foreign_files import CASES
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 
@@ -25,7 +26,9 @@ def test_merged_bytes_equal_those_of_one_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     """In the given order, with an input twice, for several block sizes."""
-    a, b, c = [[1, 2, 3], [4]], [[5] * 10], [[6, 7], [8], [9]]
+    a = [[1, 2, 3], [4]]
+    b = [[5] * 10]
+    c = [[6, 7], [8], [9]]
     prefixes = [
         write_pair(tmp_path / name, texts) for name, texts in (("c", c), ("a", a), ("b", b))
     ]
@@ -39,7 +42,8 @@ def test_merged_bytes_equal_those_of_one_pair(
 
 
 def test_empty_pair_adds_nothing(tmp_path: Path) -> None:
-    full, empty = write_pair(tmp_path / "full", [[1]]), write_pair(tmp_path / "empty", [])
+    full = write_pair(tmp_path / "full", [[1]])
+    empty = write_pair(tmp_path / "empty", [])
     merge([empty, full, empty], str(tmp_path / "out"))
     assert content(tmp_path / "out") == content(full)
 
@@ -61,6 +65,13 @@ def test_pairs_of_a_folder_are_sorted_by_name(tmp_path: Path) -> None:
         prefixes_in(str(tmp_path / "sub"))
     with raises_problem("folder-missing", "input"):
         prefixes_in(str(tmp_path / "none"))
+
+
+def test_a_folder_of_another_format_is_named(tmp_path: Path) -> None:
+    for case, code in (("llm.c", "data-of-other-program"), ("MDS", "data-in-records")):
+        CASES[case].write(tmp_path / case)
+        with raises_problem(code, contains=case):
+            prefixes_in(str(tmp_path / case))
 
 
 def test_all_problems_are_reported_before_anything_is_written(tmp_path: Path) -> None:

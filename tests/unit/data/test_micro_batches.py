@@ -15,8 +15,9 @@ import pytest
 
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data import loader_process as module
-from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
+from megatron_ds.data.sample import IdArray, Mark, MarkArray
+from megatron_ds.data.token_dataset import TokenDataset
 from tests.problems import raises_problem
 
 SEQUENCE = 3
@@ -26,7 +27,8 @@ class CountingDataset(TokenDataset):
     """Sample i consists of i, i + 1, ...: its first token is its id."""
 
     seq_length = SEQUENCE
-    vocab_size = cache = None
+    vocab_size = None
+    cache = None
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -38,8 +40,8 @@ class CountingDataset(TokenDataset):
         assert 0 <= position < self._size
         return np.arange(position, position + SEQUENCE + 1, dtype=np.int32)
 
-    def read_into(self, position: int, row: npt.NDArray[np.int32]) -> None:
-        row[:] = self[position]
+    def read_into(self, position: int, ids: IdArray, marks: MarkArray | None = None) -> None:
+        ids[:] = self[position]
 
     def sample_id(self, position: int) -> str:
         return str(position)
@@ -68,7 +70,7 @@ def consumed_ids(runs: list[tuple[int, int, int]], size: int, workers: int = 0) 
         for rank in ranks * steps:
             batch = next(rank)
             assert batch.position == len(ids)
-            ids += batch.rows_BT[:, 0].tolist()
+            ids += batch.samples.ids[:, 0].tolist()
         for rank in ranks:
             rank.close()
     return ids
@@ -109,9 +111,36 @@ def get_batch(**values: int | None) -> Batch:
 
 def test_batch_content() -> None:
     for workers in (0, 1):
-        batch = get_batch(num_workers=workers, eod=6)
-        assert batch.rows_BT.tolist() == [[4, 5, 6, 7], [5, 6, 7, 8]]
-        assert batch[1:] == ((2, 4), 4, 6, False, False)
+        batch = get_batch(num_workers=workers)
+        assert batch.samples.ids.tolist() == [[4, 5, 6, 7], [5, 6, 7, 8]]
+        assert batch.samples.marks is None
+        assert batch[1:] == ((2, 4), 4, 0)
+
+
+class MarkedDataset(CountingDataset):
+    """Even tokens have no loss, and every third one is the last of its document."""
+
+    marks = Mark.NO_LOSS | Mark.LAST
+
+    def read_into(self, position: int, ids: IdArray, marks: MarkArray | None = None) -> None:
+        super().read_into(position, ids)
+        assert marks is not None
+        assert not marks.any()
+        marks[ids % 2 == 0] |= Mark.NO_LOSS.value
+        marks[ids % 3 == 0] |= Mark.LAST.value
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_marks_come_with_their_tokens(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Also where the memory of a loader process is used again."""
+    monkeypatch.setattr(module, "TOKENS_AHEAD", 2 * 2 * (SEQUENCE + 1))
+    batches = make_iterator(40, MarkedDataset(40), micro_batch_size=2, num_workers=workers)
+    for batch in batches:
+        ids, marks = batch.samples
+        assert batch.marks == Mark.NO_LOSS | Mark.LAST
+        assert marks.dtype == np.uint8
+        assert np.array_equal(marks & Mark.NO_LOSS.value != 0, ids % 2 == 0)
+        assert np.array_equal(marks & Mark.LAST.value != 0, ids % 3 == 0)
 
 
 def test_a_rank_that_does_not_read_gets_positions() -> None:
@@ -119,7 +148,7 @@ def test_a_rank_that_does_not_read_gets_positions() -> None:
     batches = make_iterator(9, micro_batch_size=2, reads=False, num_workers=2)
     first = next(batches)
     assert multiprocessing.active_children() == []  # nor does it start loader processes
-    assert [batch._replace(rows_BT=None) for batch in read] == [first, *batches]
+    assert [batch._replace(samples=None) for batch in read] == [first, *batches]
 
 
 @pytest.mark.parametrize("slots", [0, 2, 3, 5])
@@ -131,7 +160,7 @@ def test_size_of_the_shared_memory_does_not_change_batches(
     assert [batch.position for batch in sent] == [batch.position for batch in direct]
     assert len(direct) > 5
     for one, other in zip(direct, sent, strict=True):
-        assert np.array_equal(one.rows_BT, other.rows_BT)
+        assert np.array_equal(one.samples.ids, other.samples.ids)
 
 
 def test_loader_process_reads_ahead_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +169,9 @@ def test_loader_process_reads_ahead_by_tokens(monkeypatch: pytest.MonkeyPatch) -
     read = multiprocessing.Value("i", 0)
 
     class SlowDataset(CountingDataset):
-        def read_into(self, position: int, row: npt.NDArray[np.int32]) -> None:
+        def read_into(self, position: int, ids: IdArray, marks: MarkArray | None = None) -> None:
             allowed.acquire()
-            super().read_into(position, row)
+            super().read_into(position, ids, marks)
             read.value = position + 1
 
     monkeypatch.setattr(module, "TOKENS_AHEAD", 1)
@@ -164,12 +193,13 @@ class DamagedDataset(CountingDataset):
 
     def __init__(self, size: int, position: int, error: BaseException) -> None:
         super().__init__(size)
-        self._position, self._error = position, error
+        self._position = position
+        self._error = error
 
-    def read_into(self, position: int, row: npt.NDArray[np.int32]) -> None:
+    def read_into(self, position: int, ids: IdArray, marks: MarkArray | None = None) -> None:
         if position == self._position:
             raise self._error
-        super().read_into(position, row)
+        super().read_into(position, ids, marks)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

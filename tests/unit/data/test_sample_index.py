@@ -59,7 +59,8 @@ def test_indexes_equal_the_reference(monkeypatch: pytest.MonkeyPatch, chunk: int
         documents = list(range(first, len(lengths)))
         if sum(lengths[first:-1]) > 1:
             documents.pop()
-        seq_length, wanted = rng.choice([1, 3, 8, 50]), rng.randint(1, 60)
+        seq_length = rng.choice([1, 3, 8, 50])
+        wanted = rng.randint(1, 60)
         request = (wanted, seq_length, seed)
         built = build_indexes(np.array(lengths, dtype=np.int32), np.array(documents), *request)
         order, starts, shuffle, separate = naive_indexes(lengths, documents, *request)
@@ -119,8 +120,10 @@ def test_token_counts_beyond_32_bits(monkeypatch: pytest.MonkeyPatch, chunk: int
 @pytest.mark.parametrize(
     ("text", "fractions"),
     [
-        *(("969,30,1", (0.969, 0.03, 0.001)), ("8/1/1", (0.8, 0.1, 0.1))),
-        *(("100", (1, 0, 0)), ("90,10", (0.9, 0.1, 0))),
+        ("969,30,1", (0.969, 0.03, 0.001)),
+        ("8/1/1", (0.8, 0.1, 0.1)),
+        ("100", (1, 0, 0)),
+        ("90,10", (0.9, 0.1, 0)),
     ],
 )
 def test_split_is_normalized(text: str, fractions: tuple[float, float, float]) -> None:

@@ -103,16 +103,19 @@ def test_first_difference(
     tmp_path_factory: pytest.TempPathFactory, left: list[list[int]], right: list[list[int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("pairs")
-    a, b = pair(folder / "a", left), pair(folder / "b", right, "int32")
+    a = pair(folder / "a", left)
+    b = pair(folder / "b", right, "int32")
     found = compare(a, b)
     if left == right:
         assert found == FirstDifference("")
         return
     expected = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), None)
     if expected is None:
-        expected, token = min(len(left), len(right)), 0
+        expected = min(len(left), len(right))
+        token = 0
     else:
-        x, y = left[expected], right[expected]
+        x = left[expected]
+        y = right[expected]
         size = min(len(x), len(y))
         token = next((i for i in range(size) if x[i] != y[i]), size)
     assert found.description

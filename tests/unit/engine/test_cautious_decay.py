@@ -23,11 +23,16 @@ def test_elements_decay_that_this_steps_update_moves_towards_zero(
     """
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(200, generator=generator)
-    rate, beta, beta2, decay = 0.01, 0.9, 0.99, 0.5
+    rate = 0.01
+    beta = 0.9
+    beta2 = 0.99
+    decay = 0.5
     weight = torch.nn.Parameter(start.clone())
     optimizer = optimizer_type([weight], lr=rate, betas=(beta, beta2), weight_decay=decay)
     decay_cautiously(optimizer)
-    found, momentum, second = start.double(), torch.zeros(200).double(), torch.zeros(200).double()
+    found = start.double()
+    momentum = torch.zeros(200).double()
+    second = torch.zeros(200).double()
     turned = 0
     for step in range(1, 5):
         gradient = torch.randn(200, generator=generator) * 10.0 ** (step - 1)
@@ -38,10 +43,12 @@ def test_elements_decay_that_this_steps_update_moves_towards_zero(
         turned += int((update * momentum < 0).sum())
         second = beta2 * second + (1 - beta2) * gradient.square()
         if optimizer_type is Lion:
-            momentum, moved = beta2 * momentum + (1 - beta2) * gradient, update.sign()
+            momentum = beta2 * momentum + (1 - beta2) * gradient
+            moved = update.sign()
         else:
             deviation = (second / (1 - beta2**step)).sqrt() + 1e-8
-            momentum, moved = update, update / (1 - beta**step) / deviation
+            momentum = update
+            moved = update / (1 - beta**step) / deviation
         found = found - rate * (moved + decay * found * (update * found >= 0))
         torch.testing.assert_close(weight.detach().double(), found, rtol=1e-5, atol=1e-6)
     assert turned > 100

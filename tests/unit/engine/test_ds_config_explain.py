@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.config.options.deepspeed_file import leaves
+from megatron_ds.config.deepspeed_file import leaves
+from megatron_ds.config.options.optimizer_specs import NAMES
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_config.explain import (
     DERIVED,
@@ -28,7 +29,7 @@ from tests.unit.engine.ds_files import ROOT, Merge
 TABLES = tables(__file__)
 
 GOLDEN = sorted((ROOT / "tests" / "golden" / "ds_configs").glob("*.json"))
-LAYOUTS = TABLES["layouts"]
+LAYOUTS = [*TABLES["layouts"], *(f"--optimizer {name}" for name in NAMES)]
 
 
 def generated_keys(merge: Merge) -> set[str]:

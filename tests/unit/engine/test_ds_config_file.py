@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.config import deepspeed_file
 from megatron_ds.config.checks import json_remedy
-from megatron_ds.config.options import deepspeed_file
-from megatron_ds.config.options.deepspeed_file import leaves
+from megatron_ds.config.deepspeed_file import leaves
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_config.file import _key_lines, parse_file
 from megatron_ds.engine.ds_config.generate import (
@@ -29,7 +29,7 @@ from megatron_ds.engine.ds_config.keys import (
     RENAMED,
     TOP_KEYS,
 )
-from tests.problems import codes
+from tests.problems import codes, raises_problem
 from tests.tables import tables
 from tests.unit.engine.ds_files import ROOT, Merge
 from tests.versions import make_ds_keys
@@ -103,6 +103,49 @@ def test_file_with_byte_order_mark_keeps_its_numbers(tmp_path: Path, ending: str
     assert (json.dumps(file.values), file.lines) == ('{"a": {"b": 2.0}}', {"a": 2, "a.b": 2})
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "syntax"),
+    [
+        ("ds.toml", "[zero_optimization]\nstage = 1\n", "TOML"),
+        ("ds.json", "# a\ntrain_batch_size = 4\n", "TOML"),
+        ("ds.json", "zero_optimization:\n  stage: 1\n", "YAML"),
+        ("ds.json", "zero_optimization:  # a\n\n  stage: 1\n", "YAML"),
+        ("ds.json", "---\ntrain_batch_size: 4\n", "YAML"),
+        ("ds.yaml", "train_batch_size: 4\n", "YAML"),
+        ("ds.py", "ds = {}\n", "Python"),
+    ],
+)
+def test_a_file_in_the_syntax_of_another_is_named(
+    tmp_path: Path, name: str, text: str, syntax: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with raises_problem("ds-config-of-other-syntax", "deepspeed_config", contains=f"in {syntax}"):
+        parse_file(str(path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train_batch_size: 4\nfp16: {enabled: true}\n",
+        "fp16:\n{\n  enabled: true\n}\n",
+        "# a\n{\n  fp16:\n    {enabled: true}\n}\n",
+    ],
+)
+def test_hjson_is_read_as_deepspeed_does(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    assert parse_file(str(path)).values["fp16" if "fp16" in text else "train_batch_size"]
+
+
+@pytest.mark.parametrize("key", ["num-layers", "seq_length", "data_path"])
+def test_settings_of_the_run_are_for_another_flag(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(f'{{"{key}": 4}}')
+    with raises_problem("ds-config-has-flags", "deepspeed_config", contains="--config"):
+        parse_file(str(path))
+
+
 @pytest.mark.parametrize(("text", "place"), TABLES["unreadable"])
 def test_unreadable_file_is_reported_with_its_place(tmp_path: Path, text: str, place: str) -> None:
     path = tmp_path / "ds.json"
@@ -128,7 +171,8 @@ class Recording(dict[str, Any]):
 
     def __init__(self, values: dict[str, Any], prefix: str, read: set[str]) -> None:
         super().__init__(values)
-        self._prefix, self._read = prefix, read
+        self._prefix = prefix
+        self._read = read
 
     def __contains__(self, key: object) -> bool:
         self._read.add(f"{self._prefix}{key}")
@@ -177,7 +221,8 @@ def test_unsupported_key_that_is_off_is_dropped_with_a_warning(merge: Merge, fil
     config, problems, warnings = merge(file)
     assert (problems, codes(warnings)) == ([], ["ds-key-dropped"])
     assert deepspeed_file.get(build_ds_config(config, 2), next(iter(file))) in (
-        *(None, {}),
+        None,
+        {},
         build_ds_config(merge({}).config, 2).get(next(iter(file))),
     )
 

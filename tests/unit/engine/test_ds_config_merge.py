@@ -11,13 +11,13 @@ import pytest
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.config.options.deepspeed_file import get, leaves
+from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.engine.ds_config.fields import MAPPINGS
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int
 from megatron_ds.engine.optimizers.param_groups import multiplier_rule
-from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.model.declaration.architecture import model_spec
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.tables import tables
@@ -92,7 +92,8 @@ def test_flags_of_loss_scaling_have_no_effect_next_to_an_fp16_block(
     merge: Merge, key: str, name: str
 ) -> None:
     """As in the forks, where DeepSpeed's loss scaler reads its file alone."""
-    given, last = {name: LOSS_SCALING[name][0]}, key.removeprefix("fp16.")
+    given = {name: LOSS_SCALING[name][0]}
+    last = key.removeprefix("fp16.")
     expected: dict[str, Any] = {"enabled": True, last: LOSS_SCALING[name][1]}
     for block, place in ((expected, f"{key} "), ({"enabled": True}, "fp16 of ")):
         config, problems, warnings = merge({"fp16": block}, given=given)

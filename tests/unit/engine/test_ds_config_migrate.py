@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.config.options.deepspeed_file import get, put
+from megatron_ds.config.deepspeed_file import get, put
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_config import history
 from megatron_ds.engine.ds_config.explain import known_keys

@@ -15,7 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ds.engine.deepspeed.flat_gradients import FlatGradients
 
-RANKS, LAYERS, WIDTH, MICRO_BATCHES = 1024, 6, 4096, 2
+RANKS = 1024
+LAYERS = 6
+WIDTH = 4096
+MICRO_BATCHES = 2
 PER_SLICE = 2 * WIDTH * WIDTH
 FP32 = 4
 
@@ -30,7 +33,8 @@ def group() -> Iterator[Any]:
 class Optimizer(BF16_Optimizer):  # type: ignore[misc]
     """Holds gradients as BF16_Optimizer does, and calls its hooks."""
 
-    clip_grad, grad_acc_dtype = 0.0, torch.float32
+    clip_grad = 0.0
+    grad_acc_dtype = torch.float32
 
     def __init__(self, layers: nn.Sequential, group: Any) -> None:
         self.bf16_groups = [list(layers.parameters())]
@@ -38,7 +42,8 @@ class Optimizer(BF16_Optimizer):  # type: ignore[misc]
         self.fp32_groups_gradients_flat = [torch.zeros(sum(sizes), device="meta")]
         self.fp32_groups_gradients = [list(self.fp32_groups_gradients_flat[0].split(sizes))]
         self.fp32_groups_has_gradients = [[False] * len(sizes)]
-        self.real_dp_process_group, self.dp_process_group = [group], group
+        self.real_dp_process_group = [group]
+        self.dp_process_group = group
         for index, each in enumerate(self.bf16_groups[0]):
             each.register_post_accumulate_grad_hook(self._hook(index))
 

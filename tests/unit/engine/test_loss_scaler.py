@@ -21,7 +21,9 @@ def dynamic(scale: float, window: int = 10, lowest: float = 1.0, hysteresis: int
 
 
 def after_steps(scaler: Any) -> Any:
-    scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = 7, 4, 2
+    scaler.cur_iter = 7
+    scaler.last_overflow_iter = 4
+    scaler.cur_hysteresis = 2
     return scaler
 
 
@@ -29,7 +31,8 @@ def loaded(own: Any, saved: Any) -> tuple[Any, Optimizer]:
     optimizer = Optimizer(own)
     scale = LossScale(optimizer)
     with scale.keep_settings_on_load():
-        optimizer.loss_scaler, optimizer.dynamic_loss_scale = saved, saved.dynamic
+        optimizer.loss_scaler = saved
+        optimizer.dynamic_loss_scale = saved.dynamic
     return optimizer.loss_scaler, optimizer
 
 
@@ -48,7 +51,8 @@ def test_restored_scale_is_limited_by_settings() -> None:
 
 def test_scale_grows_a_step_later_at_the_start_and_after_an_overflow() -> None:
     """As documented of --loss-scale-window: DeepSpeed's count of steps begins one step later."""
-    scaler, scales = dynamic(4.0, window=3, hysteresis=1), []
+    scaler = dynamic(4.0, window=3, hysteresis=1)
+    scales = []
     scaler.raise_error_at_min_scale = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)

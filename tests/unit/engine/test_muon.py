@@ -36,7 +36,8 @@ DEFAULTS |= {"scale_mode": "spectral", "scale_factor": 0.2}
 def piece_of(weight: torch.nn.Parameter, sections: tuple[int, ...]) -> MatrixShard:
     """A matrix that one process has whole."""
     whole = (range(weight.numel()),)
-    shape, place = (len(weight), weight.shape[1]), slice(0, weight.numel())
+    shape = (len(weight), weight.shape[1])
+    place = slice(0, weight.numel())
     return MatrixShard(shape, ShardSpec(0, sections), weight, place, whole, whole, Owner(0, 0))
 
 
@@ -65,7 +66,8 @@ def attached(
     optimizer: Any, weight: torch.nn.Parameter, sections: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
     """The optimizer of a matrix that one process has whole."""
-    mesh, pieces = Mesh.single(), [piece_of(weight, sections or (len(weight),))]
+    mesh = Mesh.single()
+    pieces = [piece_of(weight, sections or (len(weight),))]
     optimizer.attach([DistributedMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])
     return optimizer
 
@@ -144,7 +146,8 @@ def test_matrices_of_one_shape_are_updated_together_as_each_by_itself(
     start = torch.randn(3 * 20 + 16, 12, generator=torch.Generator().manual_seed(3))
     whole = torch.nn.Parameter(start.clone())
     optimizer = muon_of(whole, dtype=torch.float32)
-    stacked, single = slice(0, 3 * 20 * 12), slice(3 * 20 * 12, whole.numel())
+    stacked = slice(0, 3 * 20 * 12)
+    single = slice(3 * 20 * 12, whole.numel())
     shapes: list[tuple[tuple[int, ...], tuple[int, ...], slice]] = [
         ((3, 20, 12), (16, 4), stacked),
         ((16, 12), (), single),
@@ -178,7 +181,9 @@ def test_neurons_are_normalized_by_their_second_moments() -> None:
     decay_cautiously(optimizer)
     found = stepped(optimizer, 2)
     generator = torch.Generator().manual_seed(5)
-    momentum, second, weight = torch.zeros(6, 4), torch.zeros(6, 1), start.clone()
+    momentum = torch.zeros(6, 4)
+    second = torch.zeros(6, 1)
+    weight = start.clone()
     for _ in range(2):
         gradient = torch.randn(6, 4, generator=generator)
         momentum = 0.9 * momentum + 0.1 * gradient
@@ -208,7 +213,8 @@ def test_soap_is_adam_in_the_eigenbasis_of_the_smaller_side(rows: int) -> None:
         lr=0.02, optimizer="soap", soap_shampoo_beta=0.8, soap_precondition_frequency=2, **adam
     )
     for part in (slice(0, rows), slice(rows, rows + 6)):
-        twin, expected = Soap([{"params": [torch.zeros(1)]}], [], options), start[part].double()
+        twin = Soap([{"params": [torch.zeros(1)]}], [], options)
+        expected = start[part].double()
         for gradient in gradients:
             update = twin._step_of(gradient[part], (0, 0))
             if update is not None:
@@ -232,7 +238,8 @@ def test_soap_leaves_columns_with_nearly_equal_estimates_in_place(
 ) -> None:
     """Claim (precision): SOAP sorts its eigenbasis by estimates of the eigenvalues, of which two
     within a relative 1e-6 do not change places, whatever rounding makes of them"""
-    generator, values = torch.Generator().manual_seed(1), torch.tensor([estimates] * 50)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.tensor([estimates] * 50)
     moved = values * (1 + 6e-8 * torch.randn(values.shape, generator=generator))
     for found in (*eigenvalue_order(values), *eigenvalue_order(moved)):
         assert found.tolist() == order

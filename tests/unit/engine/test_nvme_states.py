@@ -20,7 +20,8 @@ class Swapper(OptimizerSwapper):
 
     def __init__(self) -> None:
         self.numel_alignment = ALIGNMENT
-        self.min_aio_bytes, self.swap_element_size = 4 * ALIGNMENT, 4
+        self.min_aio_bytes = 4 * ALIGNMENT
+        self.swap_element_size = 4
 
 
 @pytest.mark.parametrize("offset", [0, 64, 256, 1000])

@@ -17,14 +17,11 @@ from megatron_ds.engine.optimizers.param_groups import (
     reused_states,
     set_lr_and_weight_decay,
 )
-from megatron_ds.model.spec.architecture import model_spec, param_group_problems
+from megatron_ds.model.declaration.architecture import model_spec, param_group_problems
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import declare
 from megatron_ds.parallel.weights import Role, Weight
 from tests.problems import raises_problem
-from tests.tables import tables
-
-TABLES = tables(__file__, tuple)
 
 DIMENSIONS = ("hidden_size", "num_attention_heads", "seq_length", "vocab_size")
 SIZES: dict[str, int] = {"num_layers": 1, **dict.fromkeys(DIMENSIONS, 4)}
@@ -45,8 +42,11 @@ def test_muon_updates_the_matrices_of_layers_and_stacked_ones() -> None:
     weights = model_spec(config, MoEConfig(num_experts=(4,))).weights()
     matrices = [name for name, weight in weights.items() if rule(weight).is_matrix]
     assert [name.removeprefix("layers.0.") for name in matrices] == [
-        *("attention.qkv.weight", "attention.proj.weight", "mlp.router.weight"),
-        *("mlp.experts.fc_in.weight", "mlp.experts.fc_out.weight"),
+        "attention.qkv.weight",
+        "attention.proj.weight",
+        "mlp.router.weight",
+        "mlp.experts.fc_in.weight",
+        "mlp.experts.fc_out.weight",
     ]
     groups, multipliers = parameter_groups(model := Named(), 0.1, rule)
     chosen = [group["params"] for group in groups if group.get("is_matrix")]
@@ -101,7 +101,13 @@ def settings_of(model: nn.Module, options: OptimizerConfig) -> dict[str, tuple[f
 
 def test_embeddings_and_output_layer_may_have_their_own_settings() -> None:
     options = OptimizerConfig(lr=1.0, weight_decay=0.5, decoupled_lr=3.0, embedding_weight_decay=2)
-    assert settings_of(Named(), options) == TABLES["embeddings"]
+    assert settings_of(Named(), options) == {
+        "embedding.word.weight": (1.5, 1.0),
+        "embedding.position.weight": (0.5, 1.0),
+        "layers.0.weight": (0.5, 0.25),
+        "layers.0.bias": (0.5, 0.0),
+        "head.weight": (1.5, 0.25),
+    }
     undecayed = OptimizerConfig(lr=1.0, weight_decay=0.5, embedding_weight_decay=0.0)
     assert settings_of(Named(), undecayed)["embedding.word.weight"] == (0.5, 0.0)
     assert settings_of(Named(), undecayed)["head.weight"] == (0.5, 0.25)
@@ -111,7 +117,13 @@ def test_the_first_pattern_that_matches_a_name_sets_its_rates() -> None:
     groups = "layers.*.bias,wd=0.1", "layers.*,lr=0.1x", "*.w*,lr=2.0,wd=0.5x", "head*,lr=0,wd=0"
     options = OptimizerConfig(lr=1.0, weight_decay=0.5, decoupled_lr=3.0, embedding_weight_decay=2)
     options = dataclasses.replace(options, param_group=tuple(f"pattern={one}" for one in groups))
-    assert settings_of(Named(), options) == TABLES["patterns"]
+    assert settings_of(Named(), options) == {
+        "embedding.word.weight": (1.0, 0.5),
+        "embedding.position.weight": (1.0, 0.5),
+        "layers.0.weight": (0.05, 0.25),
+        "layers.0.bias": (0.5, 0.05),
+        "head.weight": (1.0, 0.125),
+    }
     config = Config().with_values({**SIZES, "param_group": options.param_group[:2]})
     assert list(param_group_problems(config)) == []
     for texts, words in (
@@ -156,7 +168,8 @@ def test_an_optimizer_loads_states_of_another_class_and_keeps_its_settings() -> 
     weight.grad = torch.ones(3)
     adamw = stepped(torch.optim.AdamW([weight], lr=0.1, betas=(0.5, 0.6), eps=0.3), 3)
     counting = stepped(CountingAdam([weight], (0.7, 0.8)), 5)
-    saved, saved_by_counting = adamw.state_dict(), counting.state_dict()
+    saved = adamw.state_dict()
+    saved_by_counting = counting.state_dict()
 
     counting.load_state_dict(saved)
     (group,) = counting.param_groups

@@ -14,7 +14,7 @@ from deepspeed.compile import util
 from deepspeed.runtime.superoffload import superoffload_stage3
 
 from megatron_ds.config import support_matrix
-from megatron_ds.config.options.deepspeed_file import get
+from megatron_ds.config.deepspeed_file import get
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.passthrough import (
@@ -104,8 +104,10 @@ def test_accelerator_supports_a_key_if_deepspeed_says_so(
 ) -> None:
     supporting = {"device_name": lambda: "cuda"}
     other = {"device_name": lambda: "xpu"}
-    there, broken = Mock(), Mock(NAME="op")
-    there.is_compatible.return_value, broken.is_compatible.return_value = True, False
+    there = Mock()
+    broken = Mock(NAME="op")
+    there.is_compatible.return_value = True
+    broken.is_compatible.return_value = False
     is_any = "quantized" in one.key  # what DeepSpeed asks the operation for, and not the device
     for names, builder in itertools.product((supporting, other), (there, broken, None)):
         fake = SimpleNamespace(**names, create_op_builder=lambda _, found=builder: found)

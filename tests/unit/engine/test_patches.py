@@ -92,7 +92,8 @@ def _move(value: Tensor, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_single_replica_of_stage_0_reduces_nothing(replicas: int) -> None:
     engine = SimpleNamespace()
-    engine.enable_backward_allreduce = engine.pipeline_enable_backward_allreduce = True
+    engine.enable_backward_allreduce = True
+    engine.pipeline_enable_backward_allreduce = True
     spare_work_of_stage_0(engine, lambda: None, [], replicas)
     flags = (engine.enable_backward_allreduce, engine.pipeline_enable_backward_allreduce)
     assert flags == (replicas > 1, replicas > 1)

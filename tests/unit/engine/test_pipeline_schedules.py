@@ -12,8 +12,10 @@ from deepspeed.runtime.pipe import schedule
 
 from megatron_ds.config import ParallelConfig
 
-FORWARD, BACKWARD = 1.0, 2.0
-"""Time of a pass through a stage."""
+FORWARD = 1.0
+"""Time of a forward pass through a stage."""
+BACKWARD = 2.0
+"""Time of a backward pass through a stage."""
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "training" / "pipeline.md"
 Pass = tuple[bool, int, int]
 """Whether it is a backward pass, its stage, and the micro-batch."""

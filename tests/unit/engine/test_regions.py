@@ -57,12 +57,15 @@ def attributes(model: GPTModel) -> list[dict[str, Any]]:
 def test_layers_are_marked_in_both_passes(recompute: str | None) -> None:
     """Claim (logging): outside its steps a profile leaves functions and modules as they are, and
     imports no profiler before"""
-    model, regions = build_model(CONFIG, recompute), Regions()
-    before, expected = attributes(model), train(model)
+    model = build_model(CONFIG, recompute)
+    regions = Regions()
+    before = attributes(model)
+    expected = train(model)
     with mark_layers(model, regions.open):
         found = train(model)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    marked, unmarked = attributes(model), len(regions.paths)
+    marked = attributes(model)
+    unmarked = len(regions.paths)
     assert [set(one) for one in marked] == [set(one) for one in before]
     train(model)
     assert len(regions.paths) == unmarked
@@ -99,7 +102,9 @@ def run(engine: Engine) -> None:
 
 
 def test_passes_are_marked_and_nothing_is_left() -> None:
-    engine, regions, read = Engine(), Regions(), DeviceBatches.__next__
+    engine = Engine()
+    regions = Regions()
+    read = DeviceBatches.__next__
     engine.backward = lambda loss: None  # type: ignore[method-assign]
     own = dict(vars(engine))
     with mark_passes(engine, regions.open):
@@ -114,7 +119,8 @@ def test_passes_are_marked_and_nothing_is_left() -> None:
 def test_collectives_are_marked_by_axis(one_process: None) -> None:
     """Claim (logging): outside its steps a profile leaves functions and modules as they are, and
     imports no profiler before"""
-    regions, x = Regions(), torch.ones(2)
+    regions = Regions()
+    x = torch.ones(2)
     functions = [getattr(dist, name) for name in COLLECTIVES]
     with mark_collectives(Mesh.build(1), regions.open):
         dist.all_reduce(x, dist.ReduceOp.SUM, dist.group.WORLD)
@@ -140,11 +146,9 @@ def test_steps_that_end_an_interval_are_timed(
 ) -> None:
     """Claim (logging): steps that end no log interval are not timed"""
     options = ProfilingConfig(timing_log_level=level)
-    timers, engine, mesh = (
-        StepTimers(options, interval=2, is_compiled=False),
-        Engine(),
-        Mesh.build(1),
-    )
+    timers = StepTimers(options, interval=2, is_compiled=False)
+    engine = Engine()
+    mesh = Mesh.build(1)
     for iteration in (1, 2, 3):
         with timers.measuring(engine, mesh, iteration):
             assert bool(vars(engine)) == (level > 0 and iteration == 2)
@@ -157,11 +161,9 @@ def test_steps_that_end_an_interval_are_timed(
 
 def test_compiled_code_keeps_its_collectives(one_process: None) -> None:
     options = ProfilingConfig(timing_log_level=2)
-    timers, mesh, all_reduce = (
-        StepTimers(options, interval=1, is_compiled=True),
-        Mesh.build(1),
-        dist.all_reduce,
-    )
+    timers = StepTimers(options, interval=1, is_compiled=True)
+    mesh = Mesh.build(1)
+    all_reduce = dist.all_reduce
     with timers.measuring(Engine(), mesh, 1):
         assert dist.all_reduce is all_reduce
 
@@ -169,7 +171,8 @@ def test_compiled_code_keeps_its_collectives(one_process: None) -> None:
 def test_instructions_of_a_pipeline_are_marked() -> None:
     from deepspeed.runtime.pipe import schedule
 
-    regions, calls = Regions(), list[str]()
+    regions = Regions()
+    calls = list[str]()
     kinds = {"sent": schedule.SendActivation, "step": schedule.OptimizerStep}
     original = {kind: lambda self, name=name: calls.append(name) for name, kind in kinds.items()}
     engine = SimpleNamespace(_INSTRUCTION_MAP=original)

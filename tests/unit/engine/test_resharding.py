@@ -27,7 +27,8 @@ class States:
     """Random full tensors; records what is read."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], steps: int | None = 3) -> None:
-        self.shapes, self._steps = shapes, steps
+        self.shapes = shapes
+        self._steps = steps
         self.counters = {"global_steps": 5}
         self.loss_scaler = None
         self.values = {
@@ -74,7 +75,8 @@ def reshard(engine: Any, source: States) -> None:
 
 
 def test_weights_moments_and_steps_are_those_of_the_checkpoint() -> None:
-    model, source = Model(), States(SHAPES)
+    model = Model()
+    source = States(SHAPES)
     engine = engine_of(model)
     reshard(engine, source)
     for name, parameter in model.named_parameters():
@@ -105,7 +107,8 @@ def test_a_part_that_begins_inside_a_row_has_all_its_elements(
     elements: range, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resharding, "BLOCK", block)
-    model, source = Model(), States(SHAPES)
+    model = Model()
+    source = States(SHAPES)
     filling = Resharding(engine_of(model), 0, Mesh.single(), source)
     place = ParameterPlace("fc.weight", SHAPES["fc.weight"], 0)
     part = Part(place, model.fc.weight, 0, elements)

@@ -66,7 +66,7 @@ def test_per_token_loss_of_a_step_without_counted_tokens_is_zero() -> None:
     steps: Any = object.__new__(StepControl)
     config = Config(optimizer=OptimizerConfig(calculate_per_token_loss=True))
     steps.parts = SimpleNamespace(config=config, mesh=Mesh.single(), device=CPU)
-    masked = (batch._replace(loss_mask_BS=torch.zeros(1, 4)) for batch in batches(3))
+    masked = (batch._replace(loss_weights_BS=torch.zeros(1, 4)) for batch in batches(3))
     factors = [factor for _, factor in steps.micro_batches(masked, PLAN)]
     assert [float(0.0 * factor) for factor in factors if factor is not None] == [0.0] * 3
 
@@ -106,15 +106,17 @@ def test_padding_of_a_zero3_partition_is_not_part_of_the_parameter(
     """
     norms = object.__new__(ModelNorms)
     norms._stage = 3
-    norms._mesh = dataclasses.replace(Mesh.single(), dp_sp=Group((0, 1, 2, 3), rank, None))
+    norms._mesh = dataclasses.replace(Mesh.single(), replicas=Group((0, 1, 2, 3), rank, None))
     partition: Any = torch.tensor([1.0, 2.0, 3.0, 4.0])
     parameter = SimpleNamespace(ds_numel=10, ds_tensor=partition)
     if status == "NOT_AVAILABLE":
         (tmp_path / "swapped").write_bytes(partition.numpy().tobytes() + bytes(1008))
         get_path = Mock(return_value=str(tmp_path / "swapped"))
         parameter.nvme_swapper = SimpleNamespace(get_path=get_path, dtype=torch.float32)
-        partition = parameter.ds_tensor = torch.tensor(1.0).half()
-    partition.status, partition.ds_numel = SimpleNamespace(name=status), 4
+        partition = torch.tensor(1.0).half()
+        parameter.ds_tensor = partition
+    partition.status = SimpleNamespace(name=status)
+    partition.ds_numel = 4
     assert norms._own_partition(parameter).tolist() == own
 
 

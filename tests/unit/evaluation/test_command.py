@@ -13,14 +13,25 @@ from megatron_ds.evaluation.options import Options
 from megatron_ds.evaluation.scoring import Score, windows
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.problems import printed_codes, raises_problem
-from tests.tables import tables
-
-TABLES = tables(__file__)
 
 NUMBERS = NullTokenizer(90)
 
 
-@pytest.mark.parametrize(("words", "expected"), TABLES["wrong_settings"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", ["one-evaluation-required"]),
+        ("--valid-data FILE --tasks a", ["one-evaluation-required"]),
+        ("--valid-data FILE --task PIQA", ["invalid-choice"]),
+        ("--valid-data FILE.no", ["no-input-file"]),
+        ("--valid-data FILE --overlapping-eval 0 --limit 0", ["out-of-range", "out-of-range"]),
+        ("--valid-data FILE --tensor-model-parallel-size 2", ["evaluation-needs-whole-models"]),
+        ("--valid-data FILE --output FILE/x", ["samples-folder-missing"]),
+        ("--valid-data FILE --json-keys txt", ["document-without-text"]),
+        ("--valid-data FILE EMPTY", ["file-without-text"]),
+        ("--valid-data EMPTY --task WIKITEXT103", ["file-without-text"]),
+    ],
+)
 def test_wrong_settings_are_reported_before_the_model_is_loaded(
     words: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,8 @@ def test_a_record_matches_its_file_alone(
     content = bytes(range(256)) * 3072
     path = tmp_path / "file"
     path.write_bytes(content)
-    new, old = FileRecord.of(content), FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    new = FileRecord.of(content)
+    old = FileRecord(len(content), hashlib.sha256(content).hexdigest())
     assert new.checksum == xxhash.xxh3_128(content).hexdigest()
     assert (new.algorithm, old.algorithm) == ("xxh3_128", "sha256")
     assert new.matches(path)

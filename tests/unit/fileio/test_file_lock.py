@@ -22,7 +22,8 @@ QUIET = WaitPolicy(report=lambda text: None)
 
 
 def test_lock_is_exclusive_and_a_wait_is_reported(tmp_path: Path) -> None:
-    path, messages = tmp_path / "x.lock", list[str]()
+    path = tmp_path / "x.lock"
+    messages = list[str]()
 
     def wait() -> bool:
         with locked(path, WaitPolicy(report=messages.append, report_after=0.0)) as is_locked:
@@ -52,7 +53,8 @@ def test_too_long_wait_is_an_error(tmp_path: Path) -> None:
 def test_one_of_several_waiting_threads_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, asked = tmp_path / "x.lock", threading.Semaphore(0)
+    path = tmp_path / "x.lock"
+    asked = threading.Semaphore(0)
     reporters: list[int] = []
     is_first_waiter = file_lock._is_first_waiter
 
@@ -79,7 +81,8 @@ def test_one_of_several_waiting_threads_reports(
 
 
 def test_lock_of_a_deleted_file_is_acquired_again(tmp_path: Path) -> None:
-    path, messages = tmp_path / "x.lock", list[str]()
+    path = tmp_path / "x.lock"
+    messages = list[str]()
 
     def wait() -> bool | None:
         policy = WaitPolicy(report=messages.append, report_after=0.0)

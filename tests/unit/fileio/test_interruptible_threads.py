@@ -22,7 +22,8 @@ def test_results_and_errors_are_those_of_the_functions() -> None:
 
 
 def test_the_exit_waits_for_what_was_started_and_drops_the_rest() -> None:
-    started, go = threading.Event(), threading.Event()
+    started = threading.Event()
+    go = threading.Event()
     called = []
 
     def first() -> None:

@@ -211,7 +211,9 @@ def test_a_store_that_does_not_answer_is_named_and_soon_given_up(
     """Claim (checkpoints): a store that does not answer is named after seconds and given up; an
     object with an impossible name is left out, or named where the client cannot list it"""
     fsspec.register_implementation("failing", Failing, clobber=True)
-    store, noticed, lines = ObjectStore("failing://silent"), threading.Event(), list[str]()
+    store = ObjectStore("failing://silent")
+    noticed = threading.Event()
+    lines = list[str]()
 
     def show(line: str, **_: object) -> None:
         lines.append(line)
@@ -242,7 +244,7 @@ def test_a_server_that_accepts_connections_and_never_answers_is_given_up_in_time
     monkeypatch.setattr(object_store, "LAST_ATTEMPT_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        for name, value in {**client_variables(address), "AWS_TIMEOUT": "0.2s"}.items():
+        for name, value in {**client_variables(address), "AWS_TIMEOUT": "200ms"}.items():
             monkeypatch.setenv(name, value)
         for store in (ObjectStore("s3://bucket/run"), ObjectStore("s3://bucket/run")):
             calls = (store.sizes, lambda s=store: s.read("x"), lambda s=store: s.create("x", b""))

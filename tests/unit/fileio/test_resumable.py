@@ -146,7 +146,8 @@ def test_killed_restart_is_not_taken_for_the_work_before(tmp_path: Path) -> None
         first.commit({})
     warnings: list[Problem] = []
 
-    output, warn = str(tmp_path / "out"), warnings.append
+    output = str(tmp_path / "out")
+    warn = warnings.append
 
     def restart() -> None:
         with ResumableOutput(output, {"size": 2}, NAMES, False, restart=True, warn=warn) as second:

@@ -23,7 +23,8 @@ os._exit(0)
 
 
 def test_each_holder_has_a_folder_of_its_own_which_is_removed(tmp_path: Path) -> None:
-    first, second = SwapFolder(tmp_path), SwapFolder(tmp_path)
+    first = SwapFolder(tmp_path)
+    second = SwapFolder(tmp_path)
     assert first.path != second.path
     (first.path / "states").mkdir()
     first.remove()

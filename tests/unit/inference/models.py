@@ -9,9 +9,6 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from tests.tables import tables
-
-TABLES = tables(__file__)
 
 T = TypeVar("T")
 VOCAB = 90  # of 96 padded rows
@@ -19,7 +16,20 @@ EOD = 89
 
 
 LLAMA = {"activation": "swiglu", "normalization": "RMSNorm", "add_bias_linear": False}
-KINDS: dict[str, dict[str, Any]] = TABLES["models"]
+KINDS: dict[str, dict[str, Any]] = {
+    "learned": {"position_embedding_type": "learned_absolute"},
+    "rope": {"position_embedding_type": "rope", "rotary_percent": 0.5},
+    "alibi": {"position_embedding_type": "alibi", "num_query_groups": 2},
+    "none": {"position_embedding_type": "none", "untie_embeddings_and_output_weights": True},
+    "learned-gqa": {"position_embedding_type": "learned_absolute", "num_query_groups": 2},
+    "rope-gqa": {
+        "position_embedding_type": "rope",
+        "num_query_groups": 2,
+        "activation": "swiglu",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+    },
+}
 """All position embeddings, with and without grouped queries."""
 
 

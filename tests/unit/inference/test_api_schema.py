@@ -48,7 +48,8 @@ def test_every_field_is_read() -> None:
 
 
 def test_top_k_in_a_request_disables_the_default_top_p_and_vice_versa() -> None:
-    nucleus, top = Defaults(top_p=0.9), Defaults(temperature=0.5, top_k=7)
+    nucleus = Defaults(top_p=0.9)
+    top = Defaults(temperature=0.5, top_k=7)
 
     assert read_fields(nucleus).top_p == 0.9
     assert (read_fields(nucleus, top_k=3).top_k, read_fields(nucleus, top_k=3).top_p) == (3, 0.0)
@@ -58,7 +59,11 @@ def test_top_k_in_a_request_disables_the_default_top_p_and_vice_versa() -> None:
 
 INVALID_BODIES: dict[str, list[bytes]] = {
     "request-not-json": [
-        *(b"", b"{", b"\xff\xfe\x00", b'{"prompts": ["\xe9"]}', b"[" * 100_000),
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b'{"prompts": ["\xe9"]}',
+        b"[" * 100_000,
         b'{"prompts": ["a"], "temperature": NaN}',
         b'{"prompts": ["a"], "random_seed": ' + b"9" * 5000 + b"}",
     ],
@@ -94,7 +99,8 @@ def test_invalid_values_are_rejected(name: str) -> None:
 
 
 def test_a_seed_of_the_server_is_the_default_of_requests() -> None:
-    defaults, body = Defaults(seed=7), {"prompts": ["a"]}
+    defaults = Defaults(seed=7)
+    body = {"prompts": ["a"]}
     for more, seed in (({}, 7), ({"random_seed": 0}, 0)):
         assert read(json.dumps(body | more).encode(), defaults).random_seed == seed
 
@@ -114,8 +120,10 @@ def test_contradicting_fields_are_rejected(given: dict[str, Any], code: str, nam
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
-        *(("max_len", "tokens_to_generate"), ("sentences", "prompts")),
-        *(("temprature", "temperature"), ("zzz", "prompts, tokens_to_generate")),
+        ("max_len", "tokens_to_generate"),
+        ("sentences", "prompts"),
+        ("temprature", "temperature"),
+        ("zzz", "prompts, tokens_to_generate"),
     ],
 )
 def test_unknown_fields_are_rejected_with_a_suggestion(name: str, suggestion: str) -> None:

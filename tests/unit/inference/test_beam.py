@@ -65,8 +65,11 @@ def test_a_wide_beam_equals_exhaustive_search() -> None:
 
 def reference(model: GPTModel, prompt: list[int], config: BeamSearchConfig) -> list[Hypothesis]:
     """The rules of Megatron's beam search, applied to complete texts."""
-    width, stop, penalty = config.width, config.stop_token, config.length_penalty
-    beams, ended = [([], 0.0)], list[Hypothesis]()
+    width = config.width
+    stop = config.stop_token
+    penalty = config.length_penalty
+    beams = [([], 0.0)]
+    ended = list[Hypothesis]()
     for _ in range(config.max_new_tokens):
         grown = [
             ([*ids, token], total + value)

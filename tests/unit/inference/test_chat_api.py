@@ -66,7 +66,8 @@ def test_a_message_is_the_completion_of_the_conversation(api: ChatApi) -> None:
     for choice, other in zip(response["choices"], expected["choices"], strict=True):
         assert choice["message"] == {"role": "assistant", "content": other["text"]}
         assert choice["finish_reason"] == other["finish_reason"]
-        scores, values = choice["logprobs"]["content"], other["logprobs"]
+        scores = choice["logprobs"]["content"]
+        values = other["logprobs"]
         assert [each["token"] for each in scores] == values["tokens"]
         assert [each["logprob"] for each in scores] == values["token_logprobs"]
         assert all(bytes(each["bytes"]).decode() == each["token"] for each in scores)

@@ -92,7 +92,7 @@ def test_graphs_give_the_texts_of_the_layers(
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal calls
-        calls += options.get("hidden_only", False)
+        calls += options.get("compute") == model._hidden
         return forward(*args, **options)
 
     monkeypatch.setattr(model, "forward", counted)
@@ -165,7 +165,9 @@ def test_a_step_copies_nothing_larger_than_its_activations(
     Claim (serving): on devices, a token copies nothing larger than its activations, and graphs of
     its layers give the texts of the layers
     """
-    texts, hidden, length = 8, 512, 2048
+    texts = 8
+    hidden = 512
+    length = 2048
     shape: dict[str, int] = {"hidden_size": hidden, "num_attention_heads": 8, "seq_length": length}
     shape |= {"ffn_hidden_size": 4 * hidden, "max_position_embeddings": length}
     model = model_of(kind, **shape, num_layers=1).to("meta", torch.bfloat16).requires_grad_(False)

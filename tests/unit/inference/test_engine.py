@@ -74,7 +74,9 @@ def test_a_window_keeps_its_keys_only(
         ([*prompt[:40], *[4] * 20], config(150, top_k=3)),  # and here no longer
         (prompt[50:190], scored),
     ]
-    ring, results, sizes = PreallocatedCache.ring, [], []
+    ring = PreallocatedCache.ring
+    results = []
+    sizes = []
     for keeps_all in (False, True):
         keep = (lambda cache, window: cache._capacity) if keeps_all else ring
         monkeypatch.setattr(PreallocatedCache, "ring", keep)

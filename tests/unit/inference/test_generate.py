@@ -118,7 +118,7 @@ def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = model.forward
 
     def spy(tokens: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if "logits_only" not in options:
+        if options["compute"] == model._hidden:
             fed.append(tuple(tokens.shape))
         return forward(tokens, *args, **options)
 
@@ -133,13 +133,15 @@ def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_keys_and_values_is_allocated_once() -> None:
-    cache, part = PreallocatedCache(2, 10, torch.empty(0)), torch.ones(2, 3, 1, 4)
+    cache = PreallocatedCache(2, 10, torch.empty(0))
+    part = torch.ones(2, 3, 1, 4)
     kept = [tensor for _ in range(10) for tensor in cache.view(0, [1, 1]).update(0, part, part)]
     assert len({tensor.untyped_storage().data_ptr() for tensor in kept}) == 2
 
 
 def test_layers_keep_keys_and_values_of_their_own_sizes() -> None:
-    cache, drawn = PreallocatedCache(2, 10, torch.empty(0)), torch.Generator().manual_seed(0)
+    cache = PreallocatedCache(2, 10, torch.empty(0))
+    drawn = torch.Generator().manual_seed(0)
     shapes = {0: ((2, 3, 4), (2, 3, 6)), 1: ((2, 1, 8), (2, 1, 2))}  # texts, heads, head size
     new = {
         layer: [torch.randn(*shape[:2], 5, shape[2], generator=drawn) for shape in both]
@@ -182,7 +184,8 @@ def test_no_prompts_give_no_texts() -> None:
         ([[1] * 33, [1] * 32], GenerationConfig(8, GREEDY), "prompt-exceeds-learned-positions"),
         ([[1] * 12], GenerationConfig(3, GREEDY, max_length=12), "prompt-fills-sequence"),
         (
-            *([[], [VOCAB]], GenerationConfig(3, SamplingParams(top_k=-2))),
+            [[], [VOCAB]],
+            GenerationConfig(3, SamplingParams(top_k=-2)),
             "prompt-without-tokens prompt-id-out-of-range out-of-range",
         ),
     ],

@@ -16,12 +16,12 @@ from megatron_ds.conversion.registry import open_source
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.inference.cli import open_checkpoint
 from megatron_ds.inference.load_checkpoint import load_model
+from megatron_ds.inference.samples.options import Options
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer.end_tokens import read_end_tokens
 from tests.problems import raises_problem
 from tests.unit.conversion.hf_models import TOKENS, VOCAB, logits_of, random_model
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
-from tools import generate_samples_gpt as tool
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1)
 
@@ -34,8 +34,8 @@ def model(tmp_path: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def options_of(load: object, *flags: object) -> tool.Options:
-    return cli.parse(tool.Options, ["--load", str(load), "--prompt", "2", *map(str, flags)])
+def options_of(load: object, *flags: object) -> Options:
+    return cli.parse(Options, ["--load", str(load), "--prompt", "2", *map(str, flags)])
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -47,10 +47,12 @@ def test_models_of_transformers_are_loaded(
 
     Claim (conversion): text generation loads a Hugging Face model directly
     """
-    folder, name = tmp_path / "theirs", "hf"
+    folder = tmp_path / "theirs"
+    name = "hf"
     if native:
         write_weights_folder(open_source(folder), tmp_path / "ours")
-        folder, name = tmp_path / "ours", "native"
+        folder = tmp_path / "ours"
+        name = "native"
     options = options_of(f"{name}:{folder}" if prefix else folder, *NULL)
 
     source, config, tokenizer = open_checkpoint(options)

@@ -49,7 +49,9 @@ def test_a_machine_without_such_kernels_keeps_the_weights(monkeypatch: pytest.Mo
 
 
 def test_a_bias_is_added() -> None:
-    weight, bias, x = torch.randn(7, 5), torch.randn(7), torch.randn(2, 3, 5)
+    weight = torch.randn(7, 5)
+    bias = torch.randn(7)
+    x = torch.randn(2, 3, 5)
     with torch.no_grad():
         found = PackedProduct(weight)(x, bias)
     torch.testing.assert_close(found, x @ weight.T + bias, rtol=1e-4, atol=1e-5)

@@ -73,12 +73,15 @@ def allowed(settings: SamplingParams) -> dict[int, float]:
     ("settings", "expected"),
     [
         *((SamplingParams(top_k=count), ALL) for count in (0, 5000)),
-        *((SamplingParams(top_k=1), {1: 1.0}), (SamplingParams(top_p=1.0), ALL)),
+        (SamplingParams(top_k=1), {1: 1.0}),
+        (SamplingParams(top_p=1.0), ALL),
         *((SamplingParams(top_p=share), {1: 1.0}) for share in (0.3, 1e-9, 1e-300)),
         # 0.4 + 0.25 < 0.7: the token that crosses 0.7 belongs to the nucleus.
-        *((SamplingParams(top_k=3), THREE), (SamplingParams(top_p=0.7), THREE)),
+        (SamplingParams(top_k=3), THREE),
+        (SamplingParams(top_p=0.7), THREE),
         # Of the three that top-k keeps, 0.4 / 0.85 = 0.47 < 0.5.
-        *((SamplingParams(top_p=0.6), TWO), (SamplingParams(top_k=3, top_p=0.5), TWO)),
+        (SamplingParams(top_p=0.6), TWO),
+        (SamplingParams(top_k=3, top_p=0.5), TWO),
         (SamplingParams(temperature=0.5, top_k=2), {1: 0.16 / 0.2225, 2: 0.0625 / 0.2225}),
     ],
     ids=str,
@@ -121,7 +124,8 @@ def test_no_random_number_excludes_a_candidate(bits: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         sampling_module, "random_bits", lambda keys, steps: torch.full(steps.shape, bits)
     )
-    rows, ids = torch.tensor([[0.0, 1.0, 0.0]]), torch.arange(3)[None]
+    rows = torch.tensor([[0.0, 1.0, 0.0]])
+    ids = torch.arange(3)[None]
     drawn, values = draw(rows, ids, keys(0, 1), top_p=0.9)
     assert drawn.tolist() == [1]
     assert values.isfinite().all()
@@ -169,7 +173,8 @@ def test_frequencies_match_the_softmax(settings: SamplingParams) -> None:
     if settings.top_k:
         expected[row < row.topk(settings.top_k).values[:, -1:]] = -torch.inf
     expected = expected.softmax(dim=-1)[0] * count
-    observed, is_possible = torch.bincount(drawn, minlength=50), expected > 0
+    observed = torch.bincount(drawn, minlength=50)
+    is_possible = expected > 0
     assert observed[~is_possible].sum() == 0
     statistic = ((observed - expected)[is_possible].square() / expected[is_possible]).sum()
     freedom = int(is_possible.sum()) - 1
@@ -178,7 +183,8 @@ def test_frequencies_match_the_softmax(settings: SamplingParams) -> None:
 
 def test_rare_ids_of_large_vocabularies_have_their_frequencies() -> None:
     """Where the smallest of many random numbers decides, its resolution must suffice."""
-    vocab, count = 100_000, 400
+    vocab = 100_000
+    count = 400
     row = torch.zeros(1, vocab)
     row[:, vocab // 2 :] = math.log(3.0)
     drawn = torch.tensor(tokens_of(row.expand(count, -1), SamplingParams()))
@@ -208,7 +214,8 @@ def test_rounding_and_the_order_of_candidates_change_no_sample() -> None:
 def test_a_sample_does_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
     """Claim (serving): samples have the frequencies of the softmax, stay those of their seed, and
     do not depend on the batch"""
-    params, rows = SamplingParams(**options), logits(50)
+    params = SamplingParams(**options)
+    rows = logits(50)
     together = tokens_of(rows, params, seed=7)
     alone = [choose(rows[:1], params, [key])[0].item() for key in keys(7, 50).tolist()]
 

@@ -225,7 +225,8 @@ def test_a_model_that_fails_leaves_nothing_behind(
     """While prompts are fed, and while tokens are chosen."""
     expected = alone(service, job([3], [4]))
     for name, after in (("forward", 0), ("forward", 3), ("logits", 0), ("logits", 4)):
-        calls, method = [0], getattr(service.model, name)
+        calls = [0]
+        method = getattr(service.model, name)
 
         def fail(*args: Any, _calls: Any = calls, _method: Any = method, **more: Any) -> Any:
             _calls[0] += 1
@@ -252,7 +253,8 @@ def test_jobs_that_come_after_a_failed_step_run(
     service: TextGenerationService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the step and the end of its jobs."""
-    link, late = LocalLink(), list[Any]()
+    link = LocalLink()
+    late = list[Any]()
     engine = engine_of(service)
     server = Running(engine, failing(service))
     exchange = link.exchange

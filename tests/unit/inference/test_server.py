@@ -182,8 +182,12 @@ def test_a_long_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        *(("GET", "/api", 405), ("PUT", "/", 405), ("PUT", "/apis", 404), ("GET", "/docs", 404)),
-        *(("POST", "/v1/responses", 404), ("GET", "/v1/completions", 405)),
+        ("GET", "/api", 405),
+        ("PUT", "/", 405),
+        ("PUT", "/apis", 404),
+        ("GET", "/docs", 404),
+        ("POST", "/v1/responses", 404),
+        ("GET", "/v1/completions", 405),
     ],
 )
 def test_other_requests_are_answered_in_json(method: str, path: str, status: int) -> None:
@@ -199,7 +203,8 @@ def test_other_requests_are_answered_in_json(method: str, path: str, status: int
 
 def test_health_and_page() -> None:
     server = Client()
-    client, backend = server.http, server.backend
+    client = server.http
+    backend = server.backend
 
     assert client.get("/health").json() == {"status": "ok", "requests": 0}
     backend.step_s = 61

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import random
+import select
 import signal
 import socket
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.inference.serving import server, stop_signals, worker_thread
+from megatron_ds.inference.serving import server, stop_signals, watchdog, worker_thread
 from megatron_ds.inference.serving.scheduler import Event, Finished, NewToken
 from megatron_ds.inference.serving.server import listen
 from tests.unit.inference.schedulers import DEADLINE, wait_until
@@ -66,7 +67,8 @@ def test_clients_that_leave_cost_no_other_client(monkeypatch: pytest.MonkeyPatch
     until = time.monotonic() + LEAVING_S
 
     def leave(address: tuple[str, int], seed: int) -> int:
-        rng, count = random.Random(seed), 0
+        rng = random.Random(seed)
+        count = 0
         while time.monotonic() < until:
             with socket.create_connection(address, timeout=DEADLINE) as connection:
                 connection.sendall(REQUEST % (6, b"stream"))
@@ -141,6 +143,33 @@ def test_exceptions_while_a_request_is_read_are_its_own() -> None:
         assert "exit_program" in client.log[0]
         client.api.read = read  # type: ignore[method-assign]
         assert client.put(b"x") == (200, {"text": ["x"]})
+
+
+def test_the_watchdog_waits_for_no_number_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The served process may read it between the watchdog's two calls."""
+    receiving, sending = socket.socketpair()
+    command, commanding = os.pipe()
+    monkeypatch.setattr(watchdog, "COMMANDS", command)
+    wait = select.select
+
+    def read_in_between(watched: list[Any], *others: Any) -> tuple[list[Any], ...]:
+        monkeypatch.setattr(watchdog.select, "select", wait)
+        os.write(commanding, b"x")
+        return [receiving], [], []
+
+    monkeypatch.setattr(watchdog.select, "select", read_in_between)
+    receiving.settimeout(None)
+    threads = ThreadPoolExecutor(1)
+    try:
+        waiting = threads.submit(watchdog.wait_for_signal, receiving)
+        assert waiting.result(DEADLINE)
+    finally:
+        sending.send(b"x")  # ends a call that waits
+        threads.shutdown()
+        for descriptor in command, commanding:
+            os.close(descriptor)
+        receiving.close()
+        sending.close()
 
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["before the signal", "after it"])

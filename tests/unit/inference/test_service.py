@@ -25,12 +25,11 @@ from megatron_ds.inference.serving.service import (
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer import Tokenizer
 from tests.problems import codes, raises_problem
-from tests.tables import tables
 from tests.unit.inference.models import EOD, VOCAB, model_of, result_of
 
-TABLES = tables(__file__)
-
-EOL, TWO_EOLS, COLON = 10, 11, 12
+EOL = 10
+TWO_EOLS = 11
+COLON = 12
 MAX_LENGTH = 40
 BEGIN = 88
 SPECIAL = {EOL: "\n", TWO_EOLS: "\n\n", COLON: ":", EOD: "<end>"}
@@ -125,7 +124,8 @@ def test_a_response_contains_prompt_and_continuation(service: TextGenerationServ
 
     assert set(response) == {"text", "segments", "tokens", "logprobs"}
     assert response["logprobs"] is None
-    decode, encode = CharTokenizer().decode, CharTokenizer().encode
+    decode = CharTokenizer().decode
+    encode = CharTokenizer().encode
     for prompt, text, segments, tokens in zip(
         ["abc", "d"], response["text"], response["segments"], response["tokens"], strict=True
     ):
@@ -141,7 +141,8 @@ def test_logprobs_of_every_token_but_the_first(
         service, prompts=["abc"], tokens_to_generate=4, logprobs=True, top_n_logprobs=2, top_k=1
     )
 
-    (ids,), (logprobs,) = response["tokens"], response["logprobs"]
+    (ids,) = response["tokens"]
+    (logprobs,) = response["logprobs"]
     with torch.no_grad():
         expected = model(torch.tensor([ids]))[0].log_softmax(dim=-1)
     assert logprobs == pytest.approx([float(expected[i, ids[i + 1]]) for i in range(6)], abs=1e-4)
@@ -183,7 +184,44 @@ def test_texts_without_a_requested_length_fill_the_sequence(service: TextGenerat
     assert len(long) == MAX_LENGTH or long[-1] == EOD
 
 
-@pytest.mark.parametrize(("prompts", "fields", "code", "shown"), TABLES["unsuitable"])
+@pytest.mark.parametrize(
+    ("prompts", "fields", "code", "shown"),
+    [
+        (
+            ["a", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"],
+            {"tokens_to_generate": 5},
+            "prompt-and-new-tokens-exceed-length",
+            "prompt 2: its 36 ",
+        ),
+        (
+            ["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"],
+            {"tokens_to_generate": 5},
+            "prompt-and-new-tokens-exceed-length",
+            "by 1 token, or ask for at most 4 new",
+        ),
+        (
+            ["aa"],
+            {"tokens_to_generate": 500},
+            "prompt-and-new-tokens-exceed-length",
+            "length of 40: ask for at most 38 new tokens",
+        ),
+        (
+            ["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"],
+            {"tokens_to_generate": 50},
+            "prompt-and-new-tokens-exceed-length",
+            "length of 40: shorten the prompt, and ask for fewer",
+        ),
+        (
+            ["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"],
+            {"tokens_to_generate": 0, "logprobs": True},
+            "prompt-and-new-tokens-exceed-length",
+            "by 1 token",
+        ),
+        (["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"], {}, "prompt-fills-sequence", "40"),
+        (["a", "?"], {}, "prompt-not-encodable", "prompt 2"),
+        (["a"], {"beam_width": 2, "stop_token": 90}, "stop-token-out-of-range", "90"),
+    ],
+)
 def test_unsuitable_requests_are_rejected(
     service: TextGenerationService, prompts: list[str], fields: Any, code: str, shown: str
 ) -> None:
@@ -209,7 +247,8 @@ def test_texts_begin_with_the_begin_token_of_the_tokenizer(
 ) -> None:
     """Unless they do already; a response has the text without what was added."""
     tokenizer = CharTokenizer()
-    tokenizer.bos, tokenizer.adds_bos = BEGIN, adds_bos
+    tokenizer.bos = BEGIN
+    tokenizer.adds_bos = adds_bos
     begun = dataclasses.replace(service, tokenizer=tokenizer)
     fields = {"tokens_to_generate": 1, "top_k": 1, "add_BOS": add_bos}
     response = respond(begun, prompts=["b", chr(BEGIN) + "b"], **fields)

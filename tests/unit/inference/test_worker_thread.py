@@ -44,7 +44,8 @@ def test_a_call_that_is_given_up_costs_no_other_call(is_late: bool) -> None:
     neither interrupts nor delays another one"""
 
     async def main(worker: WorkerThread) -> None:
-        first, second = threading.Event(), threading.Event()
+        first = threading.Event()
+        second = threading.Event()
         for _ in range(3):
             late = 0.5 if is_late else DEADLINE
             given_up = asyncio.ensure_future(worker.call(late, loop_until, first, "late"))
@@ -70,7 +71,8 @@ def test_a_call_that_is_given_up_costs_no_other_call(is_late: bool) -> None:
 
 def test_a_call_that_has_not_started_never_runs() -> None:
     async def main(worker: WorkerThread) -> None:
-        released, called = threading.Event(), list[int]()
+        released = threading.Event()
+        called = list[int]()
         running = asyncio.ensure_future(worker.call(DEADLINE, loop_until, released, "x"))
         await wait_for(lambda: threads() == 1)
         with pytest.raises(TimeoutError):

@@ -25,7 +25,27 @@ from megatron_ds.launch.watch.hang_watch import HangWatch
 from megatron_ds.launch.watch.liveness import ProcessHandle
 
 AGENT = ProcessHandle(12345, "678")
-SHAPES, DISK = "0: the shapes differ", "20: the disk is full"
+SHAPES = "0: the shapes differ"
+DISK = "20: the disk is full"
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Signals that torchrun's agent would have got; other processes still get theirs.
+
+    Threads of earlier tests may end processes meanwhile.
+    """
+    sent: list[int] = []
+    kill = os.kill
+
+    def record(process_id: int, number: int) -> None:
+        if process_id == AGENT.pid:
+            sent.append(number)
+        else:
+            kill(process_id, number)
+
+    monkeypatch.setattr(os, "kill", record)
+    return sent
 
 
 @pytest.mark.parametrize(
@@ -45,13 +65,12 @@ def test_three_equal_failures_end_torchrun(
     failures: list[str],
     restarts: int,
     ended_in: int | None,
+    signals: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many ranks of the host have failed in an attempt."""
-    signals: list[tuple[int, int]] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
     ended: list[int] = []
     for attempt, failure in enumerate(failures[: restarts + 1]):
@@ -60,7 +79,7 @@ def test_three_equal_failures_end_torchrun(
             ended.append(attempt)
             break
     assert ended == [ended_in][: ended_in is not None]
-    assert signals == [(AGENT.pid, signal.SIGTERM)][: len(ended)]
+    assert signals == [signal.SIGTERM][: len(ended)]
     is_open = not ended and len(failures) <= restarts
     assert [*tmp_path.iterdir()] == [] or is_open
 
@@ -73,7 +92,8 @@ DIVERGED = Problem("training-diverged", iteration=23, weight="", resume="Resume 
     [
         verdict_of_error(
             make_report(RunAborted(DIVERGED.render(), ExitCode.SKIPPED_STEPS)),
-            *(None, None),
+            None,
+            None,
             has_board=True,
         ),
         verdict_of_hang("rank 1 waits", None),
@@ -82,12 +102,10 @@ DIVERGED = Problem("training-diverged", iteration=23, weight="", resume="Resume 
     ids=["diverged", "reports a hang", "hangs"],
 )
 def test_a_run_that_ends_equally_after_each_resume_is_not_restarted_for_ever(
-    verdict: ExitVerdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verdict: ExitVerdict, signals: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as from a checkpoint with which it always diverges, or at a batch at which it hangs."""
-    signals: list[tuple[int, int]] = []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "kill", lambda *arguments: signals.append(arguments))
     monkeypatch.setattr(rank_end, "end_process", lambda _: None)
     monkeypatch.setattr(rank_end, "say", lambda *_: None)
     monkeypatch.setattr(rank_end.output, "write_torchelastic_error_file", lambda _: None)
@@ -98,7 +116,7 @@ def test_a_run_that_ends_equally_after_each_resume_is_not_restarted_for_ever(
         watch = HangWatch()
         watch.progress(iteration)
         RankEnd(RollCall(), [AGENT], watch)._end(verdict)
-    assert signals == [(AGENT.pid, signal.SIGTERM)]
+    assert signals == [signal.SIGTERM]
 
 
 def test_a_damaged_record_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from deepspeed.accelerator import get_accelerator
@@ -119,12 +121,18 @@ def builds_once(monkeypatch: pytest.MonkeyPatch, lock: Path) -> list[bool]:
     return locked
 
 
+@pytest.mark.parametrize("ahead", [0.0, 3 * cpp_ops.OLD_S])
 def test_a_build_in_another_container_is_awaited(
-    lock: Path, monkeypatch: pytest.MonkeyPatch
+    ahead: float, lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It changes its folder, and no process of this host holds its lock."""
+    """It changes its folder, and no process of this host holds its lock. The clock of this host is
+    hours ahead of the folder's."""
+    now = time.time()
+    monkeypatch.setattr(cpp_ops.time, "time", lambda: now + ahead)
     monkeypatch.setattr(cpp_ops, "BUILD_SILENCE_S", 0.2)
-    locked, steps, sleep = builds_once(monkeypatch, lock), iter(range(20)), time.sleep
+    locked = builds_once(monkeypatch, lock)
+    steps = iter(range(20))
+    sleep = time.sleep
 
     def build_a_step(seconds: float) -> None:
         sleep(seconds * 2)
@@ -138,15 +146,23 @@ def test_a_build_in_another_container_is_awaited(
     assert locked == [False]
 
 
+@pytest.mark.parametrize(("silence_s", "age_s"), [(0.1, 0.0), (1e9, 2 * cpp_ops.OLD_S)])
 def test_a_lock_whose_folder_does_not_change_is_an_error(
-    lock: Path, monkeypatch: pytest.MonkeyPatch
+    silence_s: float, age_s: float, lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpp_ops, "BUILD_SILENCE_S", 0.1)
+    """For some time, or if the last change was long ago. The clock of the file system is read once,
+    by one file, however long the lock is watched."""
+    files = Mock(wraps=tempfile.TemporaryFile)
+    monkeypatch.setattr(cpp_ops.tempfile, "TemporaryFile", files)
+    monkeypatch.setattr(cpp_ops, "BUILD_SILENCE_S", silence_s)
+    for path in (lock, lock.parent):
+        os.utime(path, (time.time() - age_s,) * 2)
     locked = builds_once(monkeypatch, lock)
     with raises_problem("stale-build-lock", contains=str(lock)):
         cpp_ops.build([CPU_ADAM])
     assert lock.exists()
     assert not locked
+    assert files.call_count == 1
 
 
 def test_the_lock_of_another_op_is_of_no_interest(

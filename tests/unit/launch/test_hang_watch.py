@@ -26,40 +26,57 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def overdue_after(seconds: float, watch: HangWatch, clock: list[float]) -> float | None:
+    """What the watch says after this time, in which it is asked twice a second."""
+    overdue = watch.overdue_s()
+    for _ in range(int(2 * seconds)):
+        clock[0] += 0.5
+        overdue = watch.overdue_s()
+    return overdue
+
+
 def test_a_rank_is_overdue_after_the_timeout_without_progress(clock: list[float]) -> None:
     watch = HangWatch(timeout_s=10.0, patient_s=100.0)
-    clock[0] += 500.0
-    assert watch.overdue_s() is None  # the start is not watched
+    assert overdue_after(500.0, watch, clock) is None  # the start is not watched
     with watch.running():
-        clock[0] += 9.0
-        assert watch.overdue_s() is None
+        assert overdue_after(9.0, watch, clock) is None
         watch.progress(7)
-        clock[0] += 9.0
-        assert watch.overdue_s() is None
-        clock[0] += 2.0
-        assert watch.overdue_s() == 11.0
+        assert overdue_after(9.0, watch, clock) is None
+        assert overdue_after(2.0, watch, clock) == 11.0
         with watch.patient():
-            clock[0] += 99.0
-            assert watch.overdue_s() is None
-            clock[0] += 2.0
-            assert watch.overdue_s() == 101.0
-        assert watch.overdue_s() is None
-        clock[0] += 11.0
-        assert watch.overdue_s() == 11.0
-    assert watch.overdue_s() is None
+            assert overdue_after(99.0, watch, clock) is None
+            assert overdue_after(2.0, watch, clock) == 101.0
+        assert overdue_after(0.0, watch, clock) is None
+        assert overdue_after(11.0, watch, clock) == 11.0
+    assert overdue_after(0.0, watch, clock) is None
     assert watch.iteration == 7
+
+
+def test_time_in_which_the_process_is_suspended_does_not_count(clock: list[float]) -> None:
+    watch = HangWatch(timeout_s=10.0)
+    with watch.running():
+        assert overdue_after(6.0, watch, clock) is None
+        for seconds in (60.0, 3600.0):
+            clock[0] += seconds
+            assert watch.overdue_s() is None
+        assert overdue_after(4.0, watch, clock) is None
+        assert overdue_after(1.0, watch, clock) == 11.0
+        clock[0] += 60.0
+        watch.progress(1)  # by another thread, before the watch is asked again
+        assert overdue_after(10.0, watch, clock) is None
+        assert overdue_after(1.0, watch, clock) == 11.0
 
 
 def test_without_a_timeout_no_rank_is_overdue(clock: list[float]) -> None:
     watch = HangWatch()
     with watch.running(), watch.patient():
         watch.progress(1)
-        clock[0] += 1e6
-        assert watch.overdue_s() is None
+        assert overdue_after(1e4, watch, clock) is None
 
 
 def test_a_report_has_stacks_of_all_threads(tmp_path: Path) -> None:
-    end, folder = threading.Event(), tmp_path / "logs"
+    end = threading.Event()
+    folder = tmp_path / "logs"
     thread = threading.Thread(target=end.wait)
     thread.start()
     watch = HangWatch(1.0, folder=folder)
@@ -111,13 +128,15 @@ def test_collectives_are_described_with_ranks_and_sizes(
 
 
 def test_one_rank_collects_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, own = dist.HashStore(), threading.local()
+    store = dist.HashStore()
+    own = threading.local()
     monkeypatch.setattr(dist.HashStore, "clone", lambda self: self)
     monkeypatch.setattr(distributed, "rank", lambda: own.rank)
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(distributed.socket, "gethostname", lambda: f"node{own.rank}")
-    boards, found = [], {}
+    boards = []
+    found = {}
     for own.rank in range(3):
         boards.append(ExitBoard())
 

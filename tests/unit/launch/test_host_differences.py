@@ -93,7 +93,8 @@ def test_files_of_the_package_are_one_problem() -> None:
 
 
 def test_modules_beside_the_program_differ_only_where_several_hosts_import_them() -> None:
-    same, one = {0: "1", 1: "1", 2: "1"}, {0: "1"}
+    same = {0: "1", 1: "1", 2: "1"}
+    one = {0: "1"}
     found = entries(
         "a", "b", "c", section="modules", shared=same, logging=one, two={0: "1", 2: "1"}
     )
@@ -132,7 +133,8 @@ def test_many_differences_are_counted() -> None:
 
 def test_a_clock_is_compared_with_the_time_of_the_question() -> None:
     """However long the answers take."""
-    asked, answered = 1000.0, 1030.0
+    asked = 1000.0
+    answered = 1030.0
     limit = CLOCKS_APART_S
     clocks = {
         "right": 1010.0,

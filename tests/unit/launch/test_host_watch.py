@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.ranks.distributed import ExitBoard
-from megatron_ds.launch.watch import host_watch
+from megatron_ds.launch.watch import poll_clock
 from megatron_ds.launch.watch.host_watch import HostWatch
 from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle, RankExit
 
@@ -61,7 +61,8 @@ def exchanged(board: Board, watches: list[HostWatch], alive: str, times: int) ->
 
 
 def test_rank_0_names_the_host_that_gives_no_sign() -> None:
-    ranks, board = watches(), Board()
+    ranks = watches()
+    board = Board()
     assert exchanged(board, ranks, "abc", 50) is None
     assert exchanged(board, ranks, "ac", 20) is None
     lost = exchanged(board, ranks, "ac", 1)
@@ -73,7 +74,8 @@ def test_rank_0_names_the_host_that_gives_no_sign() -> None:
 
 
 def test_ranks_of_other_hosts_notice_that_the_store_is_silent() -> None:
-    ranks, board = watches(), Board()
+    ranks = watches()
+    board = Board()
     for times, is_lost in ((20, False), (1, True)):
         found = [[rank.poll() for _ in range(times)][-1] for rank in ranks]
         assert [exit is not None for exit in found] == [is_lost and host != "a" for host in HOSTS]
@@ -85,7 +87,8 @@ def test_ranks_of_other_hosts_notice_that_the_store_is_silent() -> None:
 
 def test_a_host_that_never_gives_a_sign_is_lost() -> None:
     """Its power failed right after the ranks had met."""
-    ranks, board = watches(), Board()
+    ranks = watches()
+    board = Board()
     assert exchanged(board, ranks, "ab", 21) is None
     lost = exchanged(board, ranks, "ab", 1)
     assert lost is not None
@@ -94,18 +97,20 @@ def test_a_host_that_never_gives_a_sign_is_lost() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "polls"), [(10.0, 120), (90.0, 180)])
 def test_a_host_has_a_minute_or_longer_during_the_start(timeout_s: float, polls: int) -> None:
-    ranks, board = watches(timeout_s, is_starting=True), Board()
+    ranks = watches(timeout_s, is_starting=True)
+    board = Board()
     exchanged(board, ranks, "abc", 2)
     assert exchanged(board, ranks, "ac", polls) is None
     assert exchanged(board, ranks, "ac", 1) is not None
     assert [[ranks[4].poll() for _ in range(polls + 1)][index] is None for index in (-2, -1)] == [
-        *(True, False)
+        True,
+        False,
     ]
 
 
 def test_a_process_that_did_not_run_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(host_watch.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(poll_clock.time, "monotonic", lambda: now[0])
     watch = watches()[0]
     for seconds, is_long in ((0.5, False), (10.0, False), (10.5, True), (0.5, True)):
         now[0] += seconds

@@ -15,7 +15,9 @@ from megatron_ds.launch.watch.liveness import ProcessHandle, find_launchers
 WORLD = base64.urlsafe_b64encode(json.dumps({"a": [0, 1], "b": [0], "c": [2]}).encode()).decode()
 KEY = [f"--world_info={WORLD}", "--master_addr=a", "--master_port=1"]
 AGENT = ["python", "-u", "-m", "deepspeed.launcher.launch", *KEY]
-OWN, SHELL, SESSION = 10, 11, 12
+OWN = 10
+SHELL = 11
+SESSION = 12
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ TASKS = REPOSITORY / "tasks" / "main.py"
 PROGRAMS = [
     path
     for path in (
-        *(REPOSITORY / "pretrain_gpt.py", TASKS),
+        REPOSITORY / "pretrain_gpt.py",
+        TASKS,
         *sorted((REPOSITORY / "tools").rglob("*.py")),
     )
     if any(line in path.read_text(encoding="utf-8") for line in BEGIN)

@@ -24,7 +24,8 @@ COMMON = ErrorReport("ended: common", ExitCode.SKIPPED_STEPS, "common text", is_
 STOPPED = ErrorReport("was stopped", ExitCode.TERMINATED, "stopped text", is_common=True)
 PEER = RankExit(3, "failed: other", ExitCode.ERROR, host=" on b")
 DIFFER = Verdict("hosts differ", ExitCode.HOSTS_DIFFER)
-ERROR, ABORTED = ExitCode.ERROR, ExitCode.SKIPPED_STEPS
+ERROR = ExitCode.ERROR
+ABORTED = ExitCode.SKIPPED_STEPS
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,11 @@ ERROR, ABORTED = ExitCode.ERROR, ExitCode.SKIPPED_STEPS
         (
             COMMON,
             {"has_board": False, "local_rank": 0},
-            *(ABORTED, "common text", True, True, "ended: common"),
+            ABORTED,
+            "common text",
+            True,
+            True,
+            "ended: common",
         ),
         # Another rank was first: named unless it is the same failure, or this one was requested.
         (OWN, {"first": PEER}, ERROR, "3 on b", True, False, ""),
@@ -49,12 +54,20 @@ ERROR, ABORTED = ExitCode.ERROR, ExitCode.SKIPPED_STEPS
         (
             OWN,
             {"start": DIFFER, "rank": 0, "local_rank": 0, "has_board": False},
-            *(ExitCode.HOSTS_DIFFER, "hosts differ", True, True, "hosts differ"),
+            ExitCode.HOSTS_DIFFER,
+            "hosts differ",
+            True,
+            True,
+            "hosts differ",
         ),
         (
             OWN,
             {"start": DIFFER, "rank": 8, "local_rank": 0},
-            *(ExitCode.HOSTS_DIFFER, "hosts differ", False, True, "hosts differ"),
+            ExitCode.HOSTS_DIFFER,
+            "hosts differ",
+            False,
+            True,
+            "hosts differ",
         ),
     ],
 )
@@ -133,7 +146,10 @@ class _Ended(Exception):
 def test_a_rank_acts_on_its_verdict(
     posted: Any, said: list[str], noted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed, logged, files, ended = list[str](), list[str](), list[str](), list[int]()
+    printed = list[str]()
+    logged = list[str]()
+    files = list[str]()
+    ended = list[int]()
 
     def end(code: ExitCode) -> None:
         ended.append(code)

@@ -27,9 +27,6 @@ from megatron_ds.launch.startup_timer import StartupTimer, process_age
 from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
 from megatron_ds.training.loggers.jsonl_logger import JsonLines
 from tests.problems import raises_problem
-from tests.tables import tables
-
-TABLES = tables(__file__)
 
 
 @pytest.fixture
@@ -193,7 +190,12 @@ def test_torchrun_summary_shows_the_message(
 
 @pytest.mark.parametrize(
     ("run", "restarts", "shares", "expected"),
-    TABLES["torchrun_keeps_the_store_of_a_rendezvous_for_its_restarts"],
+    [
+        ("run", "3", "True", True),
+        ("run", "0", "True", False),
+        ("run", "3", "False", False),
+        ("none", "3", "True", False),
+    ],
 )
 def test_torchrun_keeps_the_store_of_a_rendezvous_for_its_restarts(
     run: str, restarts: str, shares: str, expected: bool, monkeypatch: pytest.MonkeyPatch
@@ -216,7 +218,14 @@ def test_peers_are_the_other_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "local_size", "count", "is_shared", "index"), TABLES["device_of_a_rank"]
+    ("local_rank", "local_size", "count", "is_shared", "index"),
+    [
+        (0, 1, 1, False, 0),
+        (3, 4, 8, True, 3),
+        (3, 4, 4, False, 3),
+        (3, 4, 1, False, 0),
+        (2, None, 4, False, 2),
+    ],
 )
 def test_device_of_a_rank(
     local_rank: int, local_size: int | None, count: int, is_shared: bool, index: int

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch import software
-from tests.tables import tables
-
-TABLES = tables(__file__)
 
 
 def test_every_source_file_and_the_program_have_a_digest(
@@ -32,7 +29,13 @@ def test_every_source_file_and_the_program_have_a_digest(
 def test_modules_beside_the_program_have_a_digest_and_installed_ones_have_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = TABLES["files"]
+    files = {
+        "train.py": "",
+        "my_helper.py": "1",
+        "parts/my_part.py": "",
+        "not_imported.py": "",
+        ".venv/lib/python3/site-packages/my_installed.py": "",
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

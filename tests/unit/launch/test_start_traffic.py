@@ -64,7 +64,9 @@ def test_a_gloo_group_connects_ranks_on_demand(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     environment.prepare_environment()
-    count, store, groups = 8, dist.HashStore(), list[object]()
+    count = 8
+    store = dist.HashStore()
+    groups = list[object]()
 
     def join(rank: int) -> None:
         with suppress(RuntimeError):

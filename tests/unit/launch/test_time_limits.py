@@ -57,7 +57,8 @@ def test_a_rank_that_fails_before_the_start_does_not_wait_for_a_silent_store(
 def test_a_check_that_fails_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    life, ended = ProcessLifecycle(), list[int]()
+    life = ProcessLifecycle()
+    ended = list[int]()
     monkeypatch.setattr(life, "_check_launchers", lambda: 1 / 0)
     monkeypatch.setattr(lifecycle, "POLL_S", 0.0)
     monkeypatch.setattr(lifecycle, "end_process", ended.append)

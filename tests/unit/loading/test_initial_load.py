@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig
 from megatron_ds.config.problems import Problem
+from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.loading.initial_load import InitialLoad, conflicts, find_importable
 from megatron_ds.loading.plan import make_plan
@@ -179,13 +180,13 @@ def test_a_missing_stage_is_a_problem_of_the_start(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_this_program_is_preferred(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
-    assert find_importable(folder, CheckpointConfig()) is not None
+    assert find_importable(folder, CheckpointConfig(), detect_megatron(folder)) is not None
     own = folder / "global_step9"
     own.mkdir()
     (own / "run.json").write_text("{}")
     (folder / "latest").write_text("global_step9")
     (folder / "latest_checkpointed_iteration.txt").write_text("9")
-    assert find_importable(folder, CheckpointConfig()) is None
+    assert find_importable(folder, CheckpointConfig(), detect_megatron(folder)) is None
 
 
 def test_states_are_read_by_rows_and_columns(tmp_path: Path) -> None:

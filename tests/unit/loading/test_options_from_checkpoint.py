@@ -221,7 +221,7 @@ def test_changes_of_the_schedule_on_request_need_no_warning(
     }
     for options, expected in ({}, 7), ({"override_opt_param_scheduler": True}, 1):
         logged.clear()
-        assert manager(**changed, **options).select() is not None
+        assert manager(**changed, **options).restoring.select() is not None
         assert sum("resume-setting-changed" in line for line in logged) == expected, logged
 
 

@@ -19,6 +19,7 @@ from megatron_ds.checkpoint.metadata import MANIFEST, Checkpoint, manifest_text,
 from megatron_ds.checkpoint.store.mirror import STAGING_LOCK
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, TokenizerConfig
 from megatron_ds.conversion.huggingface.read_write import open_hf
+from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.fileio.atomic import FileRecord
@@ -57,6 +58,15 @@ def test_options_of_the_model_come_from_the_folder(folder: Path, prefix: bool) -
     assert (config.model.seq_length, config.model.hidden_dropout) == (64, 0.0)
     assert config.model.window_size == "4,0"
     assert config.origins["num_layers"] == f"from {folder}"
+
+
+def test_a_required_file_of_the_default_tokenizer_names_the_folder_without_one(
+    folder: Path,
+) -> None:
+    config, _, _ = make_plan(run_of(folder))
+    missing = [config.with_origin(problem) for problem in config.tokenizer.problems(None)]
+    assert codes(missing) == ["tokenizer-option-required", "tokenizer-option-required"]
+    assert all(f"because {folder} has no tokenizer" in str(problem) for problem in missing)
 
 
 def test_given_options_are_kept_and_contradictions_name_both_values(folder: Path) -> None:
@@ -256,7 +266,7 @@ def test_a_training_in_the_same_folder_is_continued(folder: Path) -> None:
     """With the options of its model, if none are given."""
     own = folder / "global_step9"
     own.mkdir()
-    assert find_importable(folder, CheckpointConfig()) is None
+    assert find_importable(folder, CheckpointConfig(), detect_megatron(folder)) is None
     (own / "run.json").write_text("{}")
     config, _, problems = make_plan(run_of(folder))
     assert (config.model, problems) == (ModelConfig(), [])

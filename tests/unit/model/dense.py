@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
 from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
-from megatron_ds.model.attention.packed import AttentionBackend, PackingOptions
+from megatron_ds.model.attention.packed import AttentionBackend, Documents, PackingOptions
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -35,6 +35,14 @@ def build_model(
     how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng)
     options["attention"] = dataclasses.replace(attention, packing=packing)
     return GPTModel(config, mesh=Mesh.single(), rng=rng, seed=3, checkpointing=how, **options)
+
+
+def documents_of(
+    model: GPTModel, tokens_BS: Tensor, eod: int, max_documents: int | None = None
+) -> Documents | None:
+    """The documents that end with `eod`, if the model has boundaries."""
+    packing = model.attention.packing
+    return None if packing is None else packing.documents(tokens_BS == eod, max_documents)
 
 
 def computed_by(kernel: AttentionBackend | None, config: ModelConfig) -> AttentionOptions:

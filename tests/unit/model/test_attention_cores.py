@@ -107,7 +107,9 @@ def test_otherwise_a_graph_calls_the_kernel(
 def test_attention_to_a_cache_does_not_depend_on_what_is_computed_with_it(
     groups: int, slopes: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts, length, size = 3, 300, 64
+    texts = 3
+    length = 300
+    size = 64
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(1, 4, length, size, generator=generator).expand(texts, -1, -1, -1)
     cache = torch.randn(2, 1, groups, 384, size, generator=generator).repeat(1, texts, 1, 1, 1)
@@ -172,14 +174,14 @@ def test_every_backend_computes_a_rule_or_refuses_it(
     """Outputs and gradients, of keys and values of different sizes, in several blocks."""
     monkeypatch.setattr(attention_cores, "SCORES_AT_ONCE", 2**10)
     rows = torch.tensor([[5, 6, 0, 8, 0, 5, 6, 7, 8, 9, 5], [0, *[7] * 10]])
-    packed = PackingOptions(0, False, True).find_documents(rows) if has_documents else None
-    keys = Keys(rows.shape[1], torch.float32, CPU, has_documents, packed)
+    documents = PackingOptions(False, True).documents(rows == 0) if has_documents else None
+    keys = Keys(rows.shape[1], torch.float32, CPU, has_documents, documents)
     inputs = [draw(heads, 11, torch.float32, seed) for heads, seed in ((4, 1), (2, 2), (2, 3))]
     inputs[2] = inputs[2].detach()[..., :6].requires_grad_()
     if rule.sinks:
         inputs.append(torch.tensor([-1.0, 0.0, 0.5, 2.0], requires_grad=True))
     exact = [one.detach().double().requires_grad_() for one in inputs]
-    doc_ids = None if packed is None else packed.doc_ids_BS
+    doc_ids = None if documents is None else documents.doc_ids_BS
     expected = results(partial(by_definition, rule, doc_ids), *exact)
     backends = SDPABackend(), PerDocumentBackend(), FlexKernel(dense_flex), EagerBackend()
     computed = []
@@ -243,7 +245,10 @@ def test_grouped_queries_on_devices_read_the_cache_in_place(
     heads_of_bias: int, texts_of_bias: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And give what copies of the keys and values give."""
-    heads, groups, length, size = 4, 2, 50, 64
+    heads = 4
+    groups = 2
+    length = 50
+    size = 64
     generator = torch.Generator().manual_seed(1)
     q, cache, noise = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -303,12 +308,15 @@ def test_a_core_passes_its_kernels_in_order(order: Order, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 def test_largest_logits_are_those_of_keys_that_are_seen(window: int | None) -> None:
     """Of causal attention with a window: each query sees itself and the window - 1 keys before."""
-    length, heads, keys = 9, 6, 3
+    length = 9
+    heads = 6
+    keys = 3
     rule = AttentionRule(window=window, scale=0.3)
     expected = torch.full((heads,), -torch.inf, dtype=torch.float64)
-    largest = LargestLogits(heads, Mesh.single().sp)
+    largest = LargestLogits(heads, Mesh.single().ulysses, Mesh.single().cp)
     for seed in (1, 2):
-        q, k = draw(heads, length, torch.float32, seed), draw(keys, length, torch.float32, seed + 2)
+        q = draw(heads, length, torch.float32, seed)
+        k = draw(keys, length, torch.float32, seed + 2)
         # The largest product of each query is with a key that is too old by one.
         shift = window or length
         k = k + 5 * q[:, :: heads // keys].roll(-shift, dims=2)

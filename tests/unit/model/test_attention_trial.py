@@ -25,11 +25,8 @@ from megatron_ds.model.attention.packed import (
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.attention.trial import candidates, select_kernel
 from tests.problems import codes
-from tests.tables import tables
 from tests.unit.model.dense import dense_flex, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG, CPU, EOD, POSITIONS
-
-TABLES = tables(__file__, tuple)
 
 TORCH_VARLEN = attention_trial._torch_varlen
 
@@ -177,7 +174,8 @@ def test_changed_scores_have_a_kernel_that_agrees(
         attended = dense_flex(*qkv, **options)
         return (attended, torch.full(attended.shape[:3], 20.0)) if return_lse else attended
 
-    rule, shape = AttentionRule(softcap=0.5, sinks=True), (2, 1, torch.float32, CPU)
+    rule = AttentionRule(softcap=0.5, sinks=True)
+    shape = (2, 1, torch.float32, CPU)
     config = dataclasses.replace(CONFIG, seq_length=64)
     codes_of: list[list[str]] = []
     for flex in (dense_flex, without_cap, without_sinks):
@@ -198,7 +196,21 @@ def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
     assert codes([reason]) == ["document-attention-slow"]
 
 
-@pytest.mark.parametrize(("window", "scale", "parameters", "expected"), TABLES["versions_of_torch"])
+@pytest.mark.parametrize(
+    ("window", "scale", "parameters", "expected"),
+    [
+        (None, None, "is_causal=False", {"is_causal": True}),
+        (None, None, "*, window_size=(-1, -1)", {"window_size": (-1, 0)}),
+        (4, None, "*, is_causal=False, window_size=(-1, -1)", {"window_size": (3, 0)}),
+        (4, 0.5, "*, window_size=None, scale=None", {"window_size": (3, 0), "scale": 0.5}),
+        (
+            None,
+            None,
+            "*, window_size=(-1, -1), enable_gqa=False",
+            {"window_size": (-1, 0), "enable_gqa": True},
+        ),
+    ],
+)
 def test_varlen_attention_is_causal_in_every_version_of_torch(
     window: int | None,
     scale: float | None,
@@ -212,7 +224,9 @@ def test_varlen_attention_is_causal_in_every_version_of_torch(
     arguments = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
     exec(f"def attend({arguments}, {parameters}): seen.update(locals())", names)
     monkeypatch.setattr(varlen, "varlen_attn", names["attend"])
-    q, k, starts = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8), torch.tensor([0, 3])
+    q = torch.zeros(3, 4, 8)
+    k = torch.zeros(3, 2, 8)
+    starts = torch.tensor([0, 3])
     TORCH_VARLEN(AttentionRule(window=window, scale=scale))(q, k, k, starts, 3)
     seen = names["seen"]
     assert (seen.pop("cu_seq_q") is starts, seen.pop("cu_seq_k") is starts) == (True, True)
@@ -260,7 +274,8 @@ def test_alibi_has_a_kernel_on_an_accelerator(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [VarlenKernel, FlexKernel])
 def test_kernel_equals_attention_on_the_cpu(kind: Any, groups: int) -> None:
     device = torch.device(get_accelerator().current_device_name())
-    length, generator = 2 * BLOCK + 9, torch.Generator().manual_seed(1)
+    length = 2 * BLOCK + 9
+    generator = torch.Generator().manual_seed(1)
     tokens = torch.where(torch.rand(2, length, generator=generator) < 0.02, EOD, EOD + 1)
     qkv = [
         torch.randn(2, heads, length, 64, generator=generator).bfloat16()
@@ -272,7 +287,7 @@ def test_kernel_equals_attention_on_the_cpu(kind: Any, groups: int) -> None:
         kernel = attention_trial._build(kind, rule, device)
     except ImportError:
         pytest.skip(f"this version of torch has no {kind.name}")
-    packing = PackingOptions(EOD, False, True)
+    packing = PackingOptions(False, True)
     packed = packing.find_documents(tokens.to(device), max_documents=2 + int((tokens == EOD).sum()))
     reference = PerDocumentSDPA(document_lengths(packed.doc_ids_BS))
     results = []

@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron_ds.model.kernels.compilation import use_elementwise
 from megatron_ds.model.kernels.elementwise import (
     EAGER,
     Elementwise,
@@ -56,7 +57,7 @@ def test_a_layer_needs_no_graph_that_the_trial_did_not(monkeypatch: pytest.Monke
     compiled = len(graphs)
     config = dataclasses.replace(CONFIG, **ROPE, activation="swiglu", hidden_dropout=0.1)
     model = build_model(config).bfloat16()
-    model.use_elementwise(functions)
+    use_elementwise(model, functions)
     tokens = torch.zeros((2, config.seq_length), dtype=torch.int64)
     model(tokens, tokens).loss_sum.backward()
     assert len(graphs) == compiled == len(FIELDS) + 1  # two for the loss
@@ -94,9 +95,10 @@ def test_every_layer_calls_the_functions() -> None:
         return call
 
     config = dataclasses.replace(CONFIG, **ROPE, hidden_dropout=0.1)
-    model, plain = build_model(config), build_model(config)
+    model = build_model(config)
+    plain = build_model(config)
     names = ("rotate", "activate", "add_dropout")
-    model.use_elementwise(Elementwise(*map(counted, names)))
+    use_elementwise(model, Elementwise(*map(counted, names)))
     tokens = torch.arange(22).view(2, 11)
     for one in (model, plain):
         torch.manual_seed(1)

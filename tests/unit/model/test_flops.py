@@ -11,11 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ds.config import ModelConfig, MoEConfig
-from megatron_ds.model.spec.architecture import model_spec
-from tests.tables import tables
+from megatron_ds.model.declaration.architecture import model_spec
 from tests.unit.model.dense import TINY, build_model
-
-TABLES = tables(__file__)
 
 BATCH = 2
 EXPERTS = MoEConfig(num_experts=(4,), expert_interval=2, moe_router_topk=3)
@@ -51,7 +48,16 @@ FORMS: list[dict[str, Any]] = [
     for activation in ("gelu", "swiglu")
     for is_untied in (False, True)
 ]
-DEEPSEEK: dict[str, Any] = TABLES["deepseek"]
+DEEPSEEK: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "mtp_num_layers": 2,
+}
 
 
 @pytest.mark.parametrize("form", [*FORMS, DEEPSEEK], ids=str)
@@ -63,3 +69,28 @@ def test_model_flops_are_those_that_torch_counts(form: dict[str, Any], moe: MoEC
         config = dataclasses.replace(config, add_bias_linear=False)
     counted = BATCH * model_spec(config, moe).flops(config.seq_length)
     assert counted == pytest.approx(measured_flops(config, moe), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("form", "scored"),
+    [
+        ({}, 2 * (32 + 32)),
+        ({"num_query_groups": 2}, 2 * (32 + 32)),
+        (DEEPSEEK, (2 + 2) * 4 * ((8 + 4) + 6)),
+        ({"window_size": "3,0"}, 0),
+    ],
+    ids=str,
+)
+def test_causal_flops_have_half_of_attention(form: dict[str, Any], scored: int) -> None:
+    """Claim (logging): model FLOPs in Megatron-LM's count have half of the products of queries with
+    keys and of probabilities with values, and all others
+
+    `scored` is the number of products that a token has with each other one. A window of four keys
+    is shorter than half of the sample.
+    """
+    config = configuration(**form)
+    spec = model_spec(config)
+    tokens = config.seq_length
+    left_out = spec.flops(tokens) - spec.flops(tokens, is_causal=True)
+    assert left_out == 6 * tokens * scored * tokens // 2
+    assert spec.flops(tokens, spec.after) == spec.flops(tokens, spec.after, is_causal=True)

@@ -13,13 +13,16 @@ from megatron_ds.config.model.model import ModelConfig
 from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
-from tests.tables import tables
 from tests.unit.model.dense import TINY, build_model
 
-TABLES = tables(__file__, tuple)
-
 CONFIG = ModelConfig(**TINY, seq_length=12, vocab_size=50, make_vocab_size_divisible_by=64)
-SCORES = TABLES["scores"]
+SCORES = {
+    "softmax_type": "learnable",
+    "softmax_scale": 0.4,
+    "attn_logit_softcapping": 2.0,
+    "attention_output_gate": True,
+    "final_logit_softcapping": 3.0,
+}
 """Options of attention that need its scores, or change its output."""
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
@@ -33,7 +36,8 @@ def some_tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
 
 
 def test_loss_is_the_cross_entropy_of_the_logits() -> None:
-    model, tokens = build(), some_tokens()
+    model = build()
+    tokens = some_tokens()
     logits = model(tokens)
     assert logits.shape == (2, 12, 64)
     assert logits[..., 50:].eq(-torch.inf).all()
@@ -42,7 +46,8 @@ def test_loss_is_the_cross_entropy_of_the_logits() -> None:
 
 
 def test_masked_tokens_are_not_counted() -> None:
-    model, tokens = build(), some_tokens()
+    model = build()
+    tokens = some_tokens()
     mask = torch.ones(2, 12)
     mask[0, :5] = 0.0
     losses = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="none")
@@ -58,7 +63,8 @@ def test_cache_gives_the_logits_of_the_full_sequence(
     options: dict[str, Any], position: str, groups: int | None
 ) -> None:
     model = build(position_embedding_type=position, num_query_groups=groups, **options).eval()
-    tokens, cache = some_tokens(), PreallocatedCache(2, 12, torch.empty(0))
+    tokens = some_tokens()
+    cache = PreallocatedCache(2, 12, torch.empty(0))
     with torch.no_grad():
         parts = [
             model(part, cache=cache.view(0, [part.shape[1]] * 2))
@@ -83,9 +89,14 @@ def test_parameters_have_canonical_names_and_shapes() -> None:
         **{f"layers.1.{name}.weight": shape for name, shape in weights.items()},
         **{f"layers.1.{name}.bias": shape[:1] for name, shape in weights.items()},
     }
-    assert {
-        name: shape for name, shape in shapes.items() if not name.startswith("layers.")
-    } == TABLES["shapes"]
+    assert {name: shape for name, shape in shapes.items() if not name.startswith("layers.")} == {
+        "embedding.word.weight": (64, 32),
+        "embedding.position.weight": (12, 32),
+        "embedding.norm.weight": (32,),
+        "embedding.norm.bias": (32,),
+        "final_norm.weight": (32,),
+        "final_norm.bias": (32,),
+    }
     untied = build(untie_embeddings_and_output_weights=True)
     assert untied.get_parameter("head.weight").shape == (64, 32)
 
@@ -104,9 +115,11 @@ def test_biases_follow_their_flags() -> None:
 def test_initial_weights_have_the_configured_standard_deviation() -> None:
     model = build(hidden_size=256, num_layers=8, vocab_size=200, init_method_std=0.05)
     for name, std in (
-        *(("attention.qkv", 0.05), ("mlp.fc_in", 0.05)),
+        ("attention.qkv", 0.05),
+        ("mlp.fc_in", 0.05),
         # Into the residual stream: divided by sqrt(2 x 8 layers).
-        *(("attention.proj", 0.05 / 4.0), ("mlp.fc_out", 0.05 / 4.0)),
+        ("attention.proj", 0.05 / 4.0),
+        ("mlp.fc_out", 0.05 / 4.0),
     ):
         weight = model.get_parameter(f"layers.3.{name}.weight")
         assert weight.std().item() == pytest.approx(std, rel=0.02), name
@@ -127,7 +140,8 @@ def test_initial_matrices_can_be_uniform(of_embedding: float | None) -> None:
     matrices = {f"layers.3.{name}.weight": size for name, size in shapes.items()}
     matrices |= {"embedding.word.weight": 200 + 256} if of_embedding is None else {}
     for name, size in matrices.items():
-        weight, bound = model.get_parameter(name)[:200], (6.0 / size) ** 0.5
+        weight = model.get_parameter(name)[:200]
+        bound = (6.0 / size) ** 0.5
         assert 0.99 * bound < weight.abs().max() <= bound, name
         assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02), name
         assert weight.mean().abs() < 0.01 * bound, name
@@ -141,7 +155,8 @@ def test_initial_matrices_can_be_uniform(of_embedding: float | None) -> None:
 
 @pytest.mark.parametrize("wrong", [50, 63, -1])
 def test_token_ids_outside_the_vocabulary_are_rejected(wrong: int) -> None:
-    model, tokens = build(), some_tokens()
+    model = build()
+    tokens = some_tokens()
     broken = tokens.clone()
     broken[1, 3] = wrong
     for inputs in ((broken, None), (tokens, broken)):
@@ -158,7 +173,8 @@ def test_sequences_longer_than_the_learned_positions_are_rejected() -> None:
 
 
 def test_dropout_follows_the_position_in_training_only() -> None:
-    model, tokens = build(attention_dropout=0.2, hidden_dropout=0.2), some_tokens()
+    model = build(attention_dropout=0.2, hidden_dropout=0.2)
+    tokens = some_tokens()
 
     def losses(position: int, stride: int, *modes: bool) -> list[float]:
         """Losses of consecutive forward passes in training (True) or evaluation (False)."""
@@ -176,7 +192,8 @@ def test_dropout_follows_the_position_in_training_only() -> None:
 def test_embeddings_are_dropped_after_positions_and_norm(norm: bool) -> None:
     embedding = build(hidden_dropout=0.3, embed_layernorm=norm).embedding
     tokens = some_tokens(40)
-    complete, dropped = embedding.eval()(tokens, 0), embedding.train()(tokens, 0)
+    complete = embedding.eval()(tokens, 0)
+    dropped = embedding.train()(tokens, 0)
     kept = dropped != 0
     assert kept.double().mean().item() == pytest.approx(0.7, abs=0.02)
     torch.testing.assert_close(dropped[kept], complete[kept] / 0.7)
@@ -184,7 +201,8 @@ def test_embeddings_are_dropped_after_positions_and_norm(norm: bool) -> None:
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_bf16_is_close_to_fp32(position: str) -> None:
-    model, tokens = build(position_embedding_type=position), some_tokens()
+    model = build(position_embedding_type=position)
+    tokens = some_tokens()
     expected = model(tokens, tokens).loss_sum
     loss = model.to(torch.bfloat16)(tokens, tokens).loss_sum
     assert loss.dtype == torch.float32
@@ -202,7 +220,7 @@ def test_a_model_continues_with_the_positions_of_another_stage() -> None:
     model = build_model(short)
     for config in (short, bases, scaled, dataclasses.replace(short, seq_length=9)):
         tokens_BS = torch.arange(config.seq_length)[None]
-        model.enter_stage(config)
+        model.enter_phase(config)
         assert torch.equal(model(tokens_BS), build_model(config)(tokens_BS))
         changed = config.rotary_bases != short.rotary_bases or config is scaled
         assert torch.equal(model(tokens_BS), build_model(short)(tokens_BS)) is not changed

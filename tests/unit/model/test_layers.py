@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_ds.model.attention.packed import Keys, PackingOptions
+from megatron_ds.model.declaration.residual import Residual
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.layers import CustomParts
-from megatron_ds.model.spec.residual import Residual
-from tests.unit.model.dense import build_model, gradients
+from tests.unit.model.dense import build_model, documents_of, gradients
 from tests.unit.model.test_packed_attention import CONFIG, EOD, POSITIONS, TOKENS
 
 LABELS = TOKENS.roll(-1, 1)
-PACKING = PackingOptions(EOD, reset_positions=True, reset_attention=True)
+PACKING = PackingOptions(reset_positions=True, reset_attention=True)
 
 
 def build(*stages: slice, **options: Any) -> GPTModel:
@@ -30,13 +30,15 @@ def build(*stages: slice, **options: Any) -> GPTModel:
 def test_two_stages_equal_the_plain_model(position: str, untied: bool, cut: int) -> None:
     options = {"position_embedding_type": position, "untie_embeddings_and_output_weights": untied}
     plain = build(**options)
-    loss = plain(TOKENS, LABELS).mean()
+    inputs = {"documents": documents_of(plain, TOKENS, EOD)}
+    loss = plain(TOKENS, LABELS, **inputs).mean()
     loss.backward()
 
-    first, second = build(slice(cut), **options), build(slice(cut, None), **options)
-    hidden = first(TOKENS)
+    first = build(slice(cut), **options)
+    second = build(slice(cut, None), **options)
+    hidden = first.compute_stage(0, None, TOKENS, LABELS, **inputs)
     received = hidden.detach().requires_grad_()
-    staged_loss = second(TOKENS, LABELS, x_SBH=received).mean()
+    staged_loss = second.compute_stage(0, received, TOKENS, LABELS, **inputs).mean()
     staged_loss.backward()
     hidden.backward(received.grad)
 
@@ -79,7 +81,7 @@ def test_a_layer_adds_to_the_residual_stream_in_several_forms(residual: Residual
     block: Any = model.blocks()[0]
     x = torch.randn(5, 2, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
     keys = Keys(5, x.dtype, x.device)
-    context = model.positions.contexts([block.rule], keys)[block.rule]
+    context = model.positions.contexts({block.layer: block.rule}, keys)[block.layer]
 
     def branch(name: str, x: torch.Tensor, compute: Any) -> torch.Tensor:
         before = "attention" if residual.parallel else name
@@ -107,8 +109,9 @@ def test_the_loss_can_normalize_over_padding(untied: bool) -> None:
     whole = build(**options, vocab_size=size + 7, make_vocab_size_divisible_by=1)
     padded.load_state_dict(whole.state_dict())
 
-    loss = padded(TOKENS, LABELS).mean()
+    inputs = {"documents": documents_of(plain, TOKENS, EOD)}
+    loss = padded(TOKENS, LABELS, **inputs).mean()
 
-    assert torch.equal(loss, whole(TOKENS, LABELS).mean())
-    assert not torch.equal(loss, plain(TOKENS, LABELS).mean())
-    assert padded(TOKENS)[..., size:].isneginf().all()
+    assert torch.equal(loss, whole(TOKENS, LABELS, **inputs).mean())
+    assert not torch.equal(loss, plain(TOKENS, LABELS, **inputs).mean())
+    assert padded(TOKENS, **inputs)[..., size:].isneginf().all()

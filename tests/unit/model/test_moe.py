@@ -16,11 +16,11 @@ from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.model.experts import grouped
 from megatron_ds.model.experts.router import routers_with_bias, update_biases
+from megatron_ds.model.experts.router_log import RouterLog
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.router_log import RouterLog
 from tests.independent.model import DEFAULTS, Experts
 from tests.observed import Observed
 from tests.problems import codes
@@ -28,7 +28,10 @@ from tests.tables import tables
 
 TABLES = tables(__file__)
 
-S, B, H, E = 7, 3, 16, 4
+S = 7
+B = 3
+H = 16
+E = 4
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
 DROPPING = {"moe_expert_capacity_factor": 0.8}
 
@@ -118,7 +121,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, grouped_mm: Any) -> tuple[MoE, 
     monkeypatch.setattr(grouped, "is_host", lambda _: False)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
     layer = build(MoEConfig(num_experts=(E,)), architecture())
-    return layer, grouped.try_grouped_products(layer, torch.bfloat16, torch.device("cpu"))
+    return layer, grouped.try_grouped_matmuls(layer, torch.bfloat16, torch.device("cpu"))
 
 
 def refuses(*_: Tensor, **__: Tensor) -> Tensor:
@@ -126,7 +129,7 @@ def refuses(*_: Tensor, **__: Tensor) -> Tensor:
 
 
 def leaves_gradients_of_unused_experts(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    result = grouped.loop_over_products(a, b, offs)
+    result = grouped.loop_over_matmuls(a, b, offs)
     return result if b.ndim == 3 else result.masked_fill((result == 0).all(1, True), math.nan)
 
 
@@ -157,7 +160,7 @@ def test_experts_multiply_one_after_the_other_where_a_device_has_no_grouped_prod
 def test_a_grouped_product_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, problem = on_a_device(monkeypatch, torch.nn.functional.grouped_mm)
     assert problem is None
-    assert layer.experts.fc_in.multiply is grouped.grouped_product
+    assert layer.experts.fc_in.multiply is grouped.grouped_matmul
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(1, 1), (4, 2)])
@@ -176,7 +179,8 @@ def test_equal_experts_are_the_dense_layer(experts: int, topk: int, activation: 
             weights[name].data[expert] = weights[name].data[0]
         parameter.data = weights[name].data[0].clone()
     x = torch.randn(S, B, H)
-    y, expected = layer(x), dense(x)
+    y = layer(x)
+    expected = dense(x)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     y.sum().backward()
     expected.sum().backward()
@@ -254,7 +258,8 @@ def test_a_balanced_global_batch_counts_the_micro_batches_so_far() -> None:
         SimpleNamespace(**{**DEFAULTS, **LOSSES, **vars(architecture()), **options}), weights
     )
     inputs = torch.randn(3, S, B, H, generator=torch.Generator().manual_seed(2)).unbind()
-    expected, first = [], []
+    expected = []
+    first = []
     for x in inputs:
         before = reference.auxiliary
         reference(x.double().transpose(0, 1), "mlp")
@@ -272,7 +277,8 @@ def test_a_bias_moves_by_the_sign_of_what_an_expert_has_too_little() -> None:
     nothing."""
     moe = MoEConfig(num_experts=(E,), **SIGMOID, **BIAS, moe_router_bias_update_rate=0.25)
     layer = build(moe, architecture())
-    router, single = layer.router, Mesh.single().dp
+    router = layer.router
+    single = Mesh.single().dp
     (biased,) = routers_with_bias(layer)
     assert biased is router
     router.expert_bias.copy_(torch.tensor([9.0, 0.0, 5.0, 1.0]))

@@ -15,8 +15,8 @@ from torch import nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model import norm
+from megatron_ds.model.declaration.parts import NormSpec
 from megatron_ds.model.norm import NormKernel, build_norm, select_norm_kernel
-from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.parallel.mesh import Mesh
 
 CONFIG = ModelConfig(hidden_size=16, norm_epsilon=1e-2)

@@ -39,21 +39,26 @@ from megatron_ds.model.attention.packed import (
 from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
-from tests.tables import tables
 from tests.unit.model.dense import (
     TINY,
     build_model,
     computed_by,
     dense_flex,
     dense_varlen,
+    documents_of,
     gradients,
 )
 
-TABLES = tables(__file__)
-
 CPU = torch.device("cpu")
 EOD = 0
-ROWS = TABLES["rows"]
+ROWS = {
+    "no end": [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5],
+    "ends in the middle": [5, 6, 0, 8, 9, 5, 6, 0, 8, 9, 5],
+    "end first": [0, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5],
+    "end last": [5, 6, 7, 8, 9, 5, 0, 7, 8, 9, 0],
+    "ends in a row": [5, 6, 0, 0, 0, 5, 6, 7, 0, 0, 5],
+    "ends alone": [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+}
 TOKENS = torch.tensor(list(ROWS.values()))
 SHAPE = {"seq_length": TOKENS.shape[1], "vocab_size": 50, "make_vocab_size_divisible_by": 64}
 CONFIG = ModelConfig(**TINY, **SHAPE, init_method_std=0.1)
@@ -65,6 +70,11 @@ def build(
 ) -> GPTModel:
     config = dataclasses.replace(CONFIG, **options)
     return build_model(config, recompute, packing=packing, attention=computed_by(kernel, config))
+
+
+def compute(model: GPTModel, tokens_BS: torch.Tensor, *rest: torch.Tensor) -> Any:
+    """A forward pass in which documents end with EOD."""
+    return model(tokens_BS, *rest, documents=documents_of(model, tokens_BS, EOD))
 
 
 def split(row: list[int]) -> list[list[int]]:
@@ -127,11 +137,13 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
     options: dict[str, Any] = {"position_embedding_type": position, "window_size": size}
     if position == "rope":
         options |= {"num_query_groups": 2, "rotary_percent": 0.5}
-    packed = build(PackingOptions(EOD, True, True), recompute=recompute, kernel=kernel, **options)
+    packed = build(PackingOptions(True, True), recompute=recompute, kernel=kernel, **options)
     labels = TOKENS.roll(-1, 1)
 
-    losses = F.cross_entropy(packed(TOKENS).flatten(0, 1), labels.flatten(), reduction="none")
-    packed(TOKENS, labels).mean().backward()
+    losses = F.cross_entropy(
+        compute(packed, TOKENS).flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    compute(packed, TOKENS, labels).mean().backward()
 
     expected, alone = of_separate_documents(tuple(options.items()))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
@@ -140,7 +152,14 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("options", TABLES["masks_in_the_kernel_equal_their_bias"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position_embedding_type": "alibi"},
+        {"position_embedding_type": "none", "window_size": "3,0"},
+        {"position_embedding_type": "alibi", "window_size": "3,0"},
+    ],
+)
 def test_masks_in_the_kernel_equal_their_bias(options: dict[str, Any]) -> None:
     """Also where positions restart, and for several lengths in turn."""
     calls: list[Any] = []
@@ -151,11 +170,12 @@ def test_masks_in_the_kernel_equal_their_bias(options: dict[str, Any]) -> None:
 
     config = dataclasses.replace(CONFIG, num_query_groups=2, **options)
     attention = computed_by(FlexKernel(flex), config)
-    packing = PackingOptions(EOD, True, False)
-    model, plain = build_model(config, packing=packing, attention=attention), build_model(config)
+    packing = PackingOptions(True, False)
+    model = build_model(config, packing=packing, attention=attention)
+    plain = build_model(config)
     for tokens in (TOKENS, TOKENS, TOKENS[:, :7]):
         for each in (model, plain):
-            each(tokens, tokens.roll(-1, 1)).mean().backward()
+            compute(each, tokens, tokens.roll(-1, 1)).mean().backward()
     assert [*map(id, calls[:4])] == [id(calls[0])] * 4  # the mask is kept
     assert len(calls) == 6
     for name, want in gradients(plain).items():
@@ -165,7 +185,7 @@ def test_masks_in_the_kernel_equal_their_bias(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize(("positions", "attention"), [(True, False), (False, True), (True, True)])
 def test_each_flag_has_its_own_effect(position: str, positions: bool, attention: bool) -> None:
-    model = build(PackingOptions(EOD, positions, attention), position_embedding_type=position)
+    model = build(PackingOptions(positions, attention), position_embedding_type=position)
     rows = [split(row) for row in TOKENS.tolist()]
     documents = torch.tensor([[i for i, one in enumerate(row) for _ in one] for row in rows])
     places = torch.tensor([[p for one in row for p in range(len(one))] for row in rows])
@@ -178,7 +198,7 @@ def test_each_flag_has_its_own_effect(position: str, positions: bool, attention:
             positions_BS=places if positions else None,
         ).float()
         plain = build(None, position_embedding_type=position)(TOKENS)[..., :50]
-        found = model(TOKENS)[..., :50]
+        found = compute(model, TOKENS)[..., :50]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     no_effect = positions and not attention and position in ("alibi", "none")
     assert torch.allclose(plain, expected, rtol=1e-3, atol=1e-4) == no_effect
@@ -190,7 +210,7 @@ def test_generation_ignores_document_boundaries() -> None:
     texts, length = TOKENS.shape
     cache = PreallocatedCache(texts, length, torch.empty(0))
     view = cache.view(0, [length] * texts)
-    packed = build(PackingOptions(EOD, True, True))(TOKENS, cache=view)
+    packed = build(PackingOptions(True, True))(TOKENS, cache=view)
     torch.testing.assert_close(packed, build(None)(TOKENS))
 
 
@@ -199,9 +219,9 @@ def test_recomputation_draws_the_same_dropout_masks_per_document(recompute: str)
     results = []
     for granularity in (None, recompute, recompute):
         dropout = {"attention_dropout": 0.3, "hidden_dropout": 0.1}
-        model = build(PackingOptions(EOD, True, True), recompute=granularity, **dropout)
+        model = build(PackingOptions(True, True), recompute=granularity, **dropout)
         model.layers["0"].attention.rng.begin_step(5, 7, 0)
-        loss = model(TOKENS, TOKENS).mean()
+        loss = compute(model, TOKENS, TOKENS).mean()
         loss.backward()
         results.append({"loss": loss.detach(), **gradients(model)})
     for other in results[1:]:
@@ -210,18 +230,18 @@ def test_recomputation_draws_the_same_dropout_masks_per_document(recompute: str)
 
 
 def test_attention_dropout_acts_within_documents() -> None:
-    model = build(PackingOptions(EOD, True, True), attention_dropout=0.3)
+    model = build(PackingOptions(True, True), attention_dropout=0.3)
     losses = []
     for position in (7, 7, 8):
         model.layers["0"].attention.rng.begin_step(5, position, 0)
-        losses.append(model(TOKENS, TOKENS).loss_sum.item())
+        losses.append(compute(model, TOKENS, TOKENS).loss_sum.item())
     assert losses[0] == losses[1] != losses[2]
 
 
 def test_loss_and_gradients_are_zero_without_a_counted_token() -> None:
-    model = build(PackingOptions(EOD, True, True))
+    model = build(PackingOptions(True, True))
     tokens = TOKENS[-1:]
-    loss = model(tokens, tokens, (tokens != EOD).float()).mean()
+    loss = compute(model, tokens, tokens, (tokens != EOD).float()).mean()
     loss.backward()
     assert loss.item() == 0.0
     assert not any(gradient.any() for gradient in gradients(model).values())
@@ -241,14 +261,17 @@ def test_sequence_starts_are_cumulative_lengths(bound: int) -> None:
 
 def test_host_does_not_wait_for_the_number_of_documents() -> None:
     """A meta tensor has no values: reading one on the host is an error."""
-    tokens = TOKENS.to("meta")
-    packed = PackingOptions(EOD, True, True).find_documents(tokens, max_documents=40)
+    ends = (TOKENS == EOD).to("meta")
+    documents = PackingOptions(True, True).documents(ends, max_documents=40)
     kernel = VarlenKernel(dense_varlen)
-    keys = Keys(tokens.shape[1], torch.float32, CPU, True, packed)
-    rule, tables = AttentionRule(), MaskTables([])
+    keys = Keys(ends.shape[1], torch.float32, CPU, True, documents)
+    rule = AttentionRule()
+    tables = MaskTables([])
     core: Any = kernel.core(rule, keys, tables)
     assert core.starts.shape == (48 + 1,)
-    unbound = dataclasses.replace(keys, packed=dataclasses.replace(packed, max_documents=None))
+    unbound = dataclasses.replace(
+        keys, documents=dataclasses.replace(documents, max_documents=None)
+    )
     with pytest.raises(RuntimeError):
         kernel.core(rule, unbound, tables)
 

@@ -38,14 +38,15 @@ def test_alibi_slopes_are_those_of_the_paper() -> None:
 def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
     config = ModelConfig(**TINY, seq_length=4, position_embedding_type="alibi")
 
-    def bias(tp: int = 0, sp: int = 0, tp_size: int = 1, sp_size: int = 1) -> torch.Tensor:
+    def bias(tp: int = 0, sp: int = 0, tp_size: int = 1, ulysses_size: int = 1) -> torch.Tensor:
         groups = {
             "tp": Group(tuple(range(tp_size)), tp, None),
-            "sp": Group(tuple(range(sp_size)), sp, None),
+            "ulysses": Group(tuple(range(ulysses_size)), sp, None),
         }
         mesh = dataclasses.replace(Mesh.single(), **groups)
-        rule, keys = attention_rules(config)[0], Keys(4, torch.float32, CPU)
-        core = PositionEncoder(config, mesh).contexts([rule], keys)[rule].core
+        rule = attention_rules(config)[0]
+        keys = Keys(4, torch.float32, CPU)
+        core = PositionEncoder(config, mesh).contexts({0: rule}, keys)[0].core
         core = core.core if isinstance(core, UlyssesAttention) else core
         assert isinstance(core, SDPA)
         return core.bias
@@ -104,7 +105,8 @@ class LiveBytes(Observed):
 
     def __init__(self) -> None:
         super().__init__(self._record)
-        self.live = self.peak = 0
+        self.live = 0
+        self.peak = 0
 
     def _record(self, operator: Any, args: tuple[Any, ...], out: Any) -> None:
         if isinstance(out, torch.Tensor) and not out._is_view() and all(out is not a for a in args):
@@ -136,13 +138,15 @@ def test_alibi_with_grouped_queries_stores_no_scores(
         return q
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
-    q, k = torch.empty(2, 4, 8, 16, device=kind), torch.empty(2, 2, 8, 16, device=kind)
+    q = torch.empty(2, 4, 8, 16, device=kind)
+    k = torch.empty(2, 2, 8, 16, device=kind)
     SDPA(torch.empty(4, 8, 8, device=kind)).attend(q, k, k, 0.0)
     heads = 2 if kind == "cpu" else 4
     assert calls == [((2, heads, 8, 16), (2, heads, 8, 16), (1, 4, 8, 8), kind == "cpu")]
 
 
 def test_kernel_is_fused_for_alibi_with_grouped_queries() -> None:
-    q, k = torch.empty(2, 4, 8, 16), torch.empty(2, 2, 8, 16)
+    q = torch.empty(2, 4, 8, 16)
+    k = torch.empty(2, 2, 8, 16)
     choice = torch._fused_sdp_choice(q, k, k, attn_mask=torch.empty(1, 4, 8, 8), enable_gqa=True)
     assert SDPBackend(choice) == SDPBackend.FLASH_ATTENTION

@@ -3,6 +3,7 @@ transformers' models with the same weights."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from pathlib import Path
@@ -24,11 +25,12 @@ from tests.independent.training import further_loss, mean_loss
 from tests.tables import tables
 from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.models import model_of
-from tests.unit.model.dense import TINY, build_model, gradients
+from tests.unit.model.dense import TINY, build_model, documents_of, gradients
 
 TABLES = tables(__file__, tuple)
 
-VOCAB, LENGTH = 50, 12
+VOCAB = 50
+LENGTH = 12
 TOKENS = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
@@ -115,7 +117,7 @@ def test_rope_is_that_of_a_dense_forward_pass(name: str) -> None:
             for start, end in ((0, 5), (5, 15), (15, 16), (16, 2 * LENGTH))
         ]
     assert_equal(torch.cat(found, dim=1), expected)
-    packing = PackingOptions(eod=0, reset_positions=True, reset_attention=True)
+    packing = PackingOptions(reset_positions=True, reset_attention=True)
     packed = build_model(model.config, packing=packing).eval()
     packed.load_state_dict(model.state_dict())
     documents = torch.cat([torch.zeros(2, 5), torch.ones(2, LENGTH - 5)], dim=1)
@@ -124,7 +126,7 @@ def test_rope_is_that_of_a_dense_forward_pass(name: str) -> None:
     tokens[:, 4] = 0
     where = {"documents_BS": documents, "positions_BS": positions}
     with torch.no_grad():
-        found_packed = packed(tokens)[..., :VOCAB]
+        found_packed = packed(tokens, documents=documents_of(packed, tokens, 0))[..., :VOCAB]
     assert_equal(found_packed, dense_logits(model.config, weights, tokens, **where))
 
 
@@ -139,7 +141,8 @@ def test_latent_attention_is_that_of_a_dense_forward_pass(options: dict[str, Any
     model = build(**{**LATENT, **options}, normalization="RMSNorm", num_attention_heads=2)
     expected = dense_logits(model.config, dict(model.named_parameters()), TOKENS)
     assert_equal(logits(model), expected)
-    cache, parts = PreallocatedCache(2, LENGTH, torch.empty(0)), []
+    cache = PreallocatedCache(2, LENGTH, torch.empty(0))
+    parts = []
     with torch.no_grad():
         for start, end in ((0, 5), (5, 8), (8, 9), (9, LENGTH)):
             view = cache.view(0, [end - start] * 2)
@@ -194,7 +197,8 @@ def test_residual_forms_are_those_of_a_dense_forward_pass(form: str) -> None:
     gradients = torch.autograd.grad(expected.sin().sum(), [*named.values()])
     for name, one, other in zip(named, found, gradients, strict=True):
         assert (one - other).abs().max() < 1e-4 * other.abs().max(), name
-    cache, parts = PreallocatedCache(2, LENGTH, torch.empty(0)), TOKENS.split([5, 1, 6], dim=1)
+    cache = PreallocatedCache(2, LENGTH, torch.empty(0))
+    parts = TOKENS.split([5, 1, 6], dim=1)
     with torch.no_grad():
         cached = [
             model(part, cache=cache.view(0, [part.shape[1]] * 2))[..., :VOCAB] for part in parts
@@ -211,13 +215,16 @@ def test_predictions_are_those_of_a_dense_forward_pass(form: str, documents: boo
     """Claim (parallel): multi-token prediction has the losses and gradients of a dense forward
     pass, also where documents end"""
     eod = VOCAB - 1
-    packing = PackingOptions(eod, True, True) if documents else None
+    packing = PackingOptions(True, True) if documents else None
     factor = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
     model = build(packing, **factor, **PREDICTIONS[form])
     samples = torch.cat([TOKENS, TOKENS[:, :1]], dim=1)
-    samples[0, 3] = samples[1, [0, 4]] = eod
-    tokens, labels = samples[:, :-1], samples[:, 1:]
+    samples[0, 3] = eod
+    samples[1, [0, 4]] = eod
+    tokens = samples[:, :-1]
+    labels = samples[:, 1:]
     mask = tokens != eod
+    inputs = {"documents": documents_of(model, tokens, eod)}
 
     names = "reset_position_ids", "reset_attention_mask"
     options = {**dataclasses.asdict(model.config), **dict.fromkeys(names, documents)}
@@ -229,9 +236,9 @@ def test_predictions_are_those_of_a_dense_forward_pass(form: str, documents: boo
         next_token + further_loss(options, [dense]), [*named.values()], allow_unused=True
     )
 
-    evaluated, extras = model(tokens, labels, mask).weighted(None)
+    evaluated, extras = model(tokens, labels, mask, **inputs).weighted(None)
     assert not extras
-    loss, extras = model.train()(tokens, labels, mask).weighted(None)
+    loss, extras = model.train()(tokens, labels, mask, **inputs).weighted(None)
     assert loss.item() == evaluated.item() == pytest.approx(next_token.item(), rel=1e-5)
     means = [(total / count).item() for total, count in dense.further]
     found = [extras[f"mtp_{depth}_loss"].item() for depth in (1, 2)]
@@ -250,12 +257,32 @@ def test_default_gelu_depends_on_the_bias(bias: bool, kind: str | None) -> None:
     assert_equal(logits(model), expected)
 
 
+def moved_by_rounding(model: Any) -> Any:
+    """A copy whose weights differ by the rounding of fp32."""
+    moved = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in moved.parameters():
+        parameter.data *= 1 + 6e-8 * torch.randn(parameter.shape, generator=generator)
+    return moved
+
+
+def gradients_of_theirs(model: Any, folder: Path) -> dict[str, Tensor]:
+    """The gradients of a model of transformers, by the names of the same weights here."""
+    model(TOKENS, labels=TOKENS).loss.backward()
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.grad)
+    model.save_pretrained(folder)
+    # The reader only names and orders elements, so it reads gradients like weights.
+    return {name: tensor.read() for name, tensor in open_hf(folder).tensors.items()}
+
+
 @pytest.mark.parametrize(
     "family",
-    [*("mistral-window", "gpt2", "gpt-neox", "bloom", "pythia", "olmo2", "gemma", "smollm3")],
+    ["mistral-window", "gpt2", "gpt-neox", "bloom", "pythia", "olmo2", "gemma", "smollm3"],
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """The gradient of every parameter, to 1e-5 of its largest element.
+    """The gradient of every parameter, to 1e-5 of its largest element where a start that is moved
+    by the rounding of fp32 is within half of it.
 
     Claim (parallel): the model has the logits, the loss and the gradients of transformers' Llama,
     GPT-2, GPT-NeoX, Pythia, GPT-J, BLOOM, OLMo 2, Gemma, Gemma 2, Granite, Phi and SmolLM3 with the
@@ -271,15 +298,13 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_
     assert loss.item() == pytest.approx(reference.loss.item(), rel=1e-6)
 
     loss.backward()
-    reference.loss.backward()
-    for parameter in theirs.parameters():
-        parameter.data.copy_(parameter.grad)
-    theirs.save_pretrained(tmp_path / "gradients")
-    # The reader only names and orders elements, so it reads gradients like weights.
-    expected = open_hf(tmp_path / "gradients").tensors
+    moved_gradients = gradients_of_theirs(moved_by_rounding(theirs), tmp_path / "moved")
+    expected = gradients_of_theirs(theirs, tmp_path / "gradients")
     found = gradients(ours)
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        gradient = tensor.read()
-        error = (found[name][: len(gradient)] - gradient).abs().max() / gradient.abs().max()
-        assert error < 1e-5, (name, error)
+    for name, gradient in expected.items():
+        largest = gradient.abs().max()
+        error = (found[name][: len(gradient)] - gradient).abs().max() / largest
+        rounding = (moved_gradients[name] - gradient).abs().max() / largest
+        # Where the model amplifies rounding, four times the error of a start that is moved by it.
+        assert error < (1e-5 if rounding < 5e-6 else 4 * rounding), (name, error, rounding)

@@ -10,11 +10,8 @@ import pytest
 from megatron_ds.config import Config, ModelConfig, ParallelConfig
 from megatron_ds.config.options.parallel import LAYER_KINDS
 from megatron_ds.model import stages as model_stages
-from megatron_ds.model.spec.architecture import Layer, model_spec
+from megatron_ds.model.declaration.architecture import Layer, model_spec
 from megatron_ds.model.stages import balanced, layers_per_stage, rank_layers, stage_slices
-from tests.tables import tables
-
-TABLES = tables(__file__, tuple)
 
 MODEL = ModelConfig(
     num_layers=7,
@@ -32,7 +29,17 @@ def layers(method: str, stages: int = 3, model: ModelConfig = MODEL) -> tuple[in
     return layers_per_stage(model, parallel)
 
 
-@pytest.mark.parametrize(("method", "expected"), TABLES["partition_methods"])
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("type:transformer", (3, 2, 2)),
+        ("type:Transformer|embedding", (2, 3, 2)),
+        ("type:embedding", (5, 1, 1)),
+        ("uniform", (3, 3, 1)),
+        ("parameters", (1, 5, 1)),
+        ("4,1,2", (4, 1, 2)),
+    ],
+)
 def test_partition_methods(method: str, expected: tuple[int, ...]) -> None:
     assert layers(method) == expected
 

@@ -14,7 +14,8 @@ from megatron_ds.parallel.mesh import Mesh
 from tests.observed import Observed, tensors_of
 from tests.unit.model.dense import TINY
 
-HIDDEN, BATCH = 32, 2
+HIDDEN = 32
+BATCH = 2
 LENGTHS = {1: 1, 5: 2, 64: 4, 70: 5}
 """Tiles by sequence length: one for each 32 tokens, at least two, none without a token."""
 
@@ -59,7 +60,8 @@ def test_inner_activations_of_one_tile_exist_at_a_time() -> None:
 
 
 def test_each_weight_s_gradient_is_complete_when_its_hook_runs() -> None:
-    mlp, calls = build(TiledMLP), []
+    mlp = build(TiledMLP)
+    calls = []
     for name, parameter in mlp.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
     mlp(torch.randn(64, BATCH, HIDDEN, requires_grad=True)).sum().backward()
@@ -68,7 +70,8 @@ def test_each_weight_s_gradient_is_complete_when_its_hook_runs() -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_evaluation_is_tiled_too(length: int) -> None:
-    mlp, tiles = build(TiledMLP), []
+    mlp = build(TiledMLP)
+    tiles = []
     mlp.fc_in.register_forward_hook(lambda *_: tiles.append(1))
     x = torch.randn(length, BATCH, HIDDEN)
     with torch.no_grad():

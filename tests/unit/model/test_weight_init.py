@@ -41,7 +41,8 @@ def test_shards_are_those_of_one_process(size: int, monkeypatch: pytest.MonkeyPa
 
     def build(group: Group, threads: int) -> list[torch.nn.Parameter]:
         init = Initializer(3, threads)
-        rows, columns = ShardSpec(0, (40, 20, 20)), ShardSpec(1, (20,))
+        rows = ShardSpec(0, (40, 20, 20))
+        columns = ShardSpec(1, (20,))
         weights = linear_weights("column", (80, 24), rows, bias=False, std=0.5)
         column = ColumnParallelLinear(*weights, group=group, init=init)
         weights = linear_weights("row", (56, 20), columns, bias=False, std=0.5)

@@ -23,7 +23,10 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from tests.observed import Observed, tensors_of
 from tests.problems import raises_problem
 
-TOKENS, VOCAB, PADDED, HIDDEN = 24, 50, 64, 16
+TOKENS = 24
+VOCAB = 50
+PADDED = 64
+HIDDEN = 16
 GROUP = Mesh.single().tp
 FUSIBLE = LossKernels(softmax_=fusible_softmax_)
 """What torch.compile compiles, without compiling it."""
@@ -106,7 +109,7 @@ def test_further_terms_have_the_gradients_of_separate_layers(
     expected_z = (logits.logsumexp(dim=-1) ** 2 * weights).sum()
     (expected + terms.z_loss_coeff * expected_z).backward()
     loss, z_loss = linear_cross_entropy(
-        *(x, weight, labels, weights), vocab_size=VOCAB, group=GROUP, kernels=kernels, terms=terms
+        x, weight, labels, weights, vocab_size=VOCAB, group=GROUP, kernels=kernels, terms=terms
     )
     loss.backward()
     assert relative_error(loss.detach(), expected.detach()) < limit
@@ -225,7 +228,11 @@ def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
 ) -> None:
     """Claim (parallel): the loss keeps one chunk of logits at a time, and few of them in fp32, also
     if the vocabulary is sharded"""
-    tokens, vocab, hidden, chunk, cached = 256, 512, 8, 24, 2
+    tokens = 256
+    vocab = 512
+    hidden = 8
+    chunk = 24
+    cached = 2
     done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(dist, "all_gather", lambda parts, x, group: [p.copy_(x) for p in parts])
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: done)

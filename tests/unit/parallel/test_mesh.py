@@ -16,7 +16,7 @@ from tests.problems import raises_problem
 def test_groups_are_those_of_a_table_written_by_hand() -> None:
     groups = axis_groups(16, 2, pp_size=2, ep_size=2)
     assert groups["tp"][:3] == [(0, 1), (2, 3), (4, 5)]
-    assert groups["sp"] == [(rank,) for rank in range(16)]
+    assert groups["ulysses"] == [(rank,) for rank in range(16)]
     assert groups["ep"][:4] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert groups["ep_tp"][:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert groups["expert_dp"] == [
@@ -29,27 +29,46 @@ def test_groups_are_those_of_a_table_written_by_hand() -> None:
     four_stages = axis_groups(8, 2, pp_size=4)
     assert four_stages["embedding"] == [(0, 6), (1, 7), (2, 4), (3, 5)]
 
-    groups = axis_groups(8, 2, sp_size=2)
-    assert groups["sp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    groups = axis_groups(8, 2, ulysses_size=2)
+    assert groups["ulysses"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert groups["dp"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert groups["model"] == groups["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert groups["sp_tp"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert groups["dp_sp"] == groups["expert_dp"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    with_experts = axis_groups(8, 1, sp_size=2, ep_size=2)
+    assert groups["same_batch"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert groups["replicas"] == groups["expert_dp"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    with_experts = axis_groups(8, 1, ulysses_size=2, ep_size=2)
     assert with_experts["ep"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert with_experts["expert_dp"] == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
+    groups = axis_groups(16, 2, cp_size=2, ulysses_size=2)
+    assert groups["ulysses"][:2] == [(0, 2), (1, 3)]
+    assert groups["cp"][:3] == [(0, 4), (1, 5), (2, 6)]
+    assert groups["sequence"][:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert groups["same_batch"] == [tuple(range(8)), tuple(range(8, 16))]
+    assert groups["replicas"][0] == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert groups["dp"][:2] == [(0, 8), (1, 9)]
+
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "sp", "ep"),
-    [(1, 1, 1, 1, 1), (4, 2, 2, 1, 1), (12, 3, 2, 1, 2), (24, 2, 1, 3, 2), (16, 2, 2, 2, 2)],
+    ("world", "tp", "pp", "cp", "ulysses", "ep"),
+    [
+        (1, 1, 1, 1, 1, 1),
+        (4, 2, 2, 1, 1, 1),
+        (12, 3, 2, 1, 1, 2),
+        (24, 2, 1, 1, 3, 2),
+        (16, 2, 2, 1, 2, 2),
+        (96, 2, 2, 3, 2, 2),
+    ],
 )
-def test_each_axis_has_every_rank_once(world: int, tp: int, pp: int, sp: int, ep: int) -> None:
-    groups = axis_groups(world, tp, pp_size=pp, sp_size=sp, ep_size=ep)
+def test_each_axis_has_every_rank_once(
+    world: int, tp: int, pp: int, cp: int, ulysses: int, ep: int
+) -> None:
+    groups = axis_groups(world, tp, pp_size=pp, cp_size=cp, ulysses_size=ulysses, ep_size=ep)
+    sp = cp * ulysses
     dp = world // (tp * pp * sp)
     sizes = {
-        "tp": tp, "sp": sp, "ep": ep, "expert_dp": dp * sp // ep, "dp": dp, "pp": pp,
-        "model": tp * pp, "sp_tp": sp * tp, "dp_sp": dp * sp, "ep_tp": ep * tp,
+        "tp": tp, "cp": cp, "ulysses": ulysses, "sequence": sp, "ep": ep,
+        "expert_dp": dp * sp // ep, "dp": dp, "pp": pp,
+        "model": tp * pp, "same_batch": sp * tp, "replicas": dp * sp, "ep_tp": ep * tp,
     }  # fmt: skip
     for name, size in sizes.items():
         assert sorted(rank for ranks in groups[name] for rank in ranks) == list(range(world))
@@ -64,14 +83,32 @@ def test_sizes_that_do_not_divide_the_world_size_are_rejected(sizes: dict[str, i
 
 def test_single_process_is_alone_on_every_axis() -> None:
     mesh = Mesh.single()
-    for group in (mesh.tp, mesh.sp, mesh.ep, mesh.expert_dp, mesh.dp, mesh.pp, mesh.model):
+    for group in mesh.groups().values():
         assert (group.size, group.rank, group.ranks, group.handle) == (1, 0, (0,), None)
 
 
 def test_mesh_describes_the_axes_that_are_used() -> None:
-    mesh = dataclasses.replace(Mesh.single(), sp=Group((0, 1), 0, None))
+    mesh = dataclasses.replace(Mesh.single(), ulysses=Group((0, 1), 0, None))
     assert mesh.describe() == "tensor parallel 1 x sequence parallel 2 x data parallel 1"
     assert "sequence parallel 2 (Ulysses) x data" in mesh.describe(detailed=True)
+    mesh = dataclasses.replace(mesh, cp=Group((0, 1, 2, 3), 0, None))
+    described = mesh.describe(detailed=True, exchange="p2p")
+    assert "context parallel 4 (p2p) x sequence parallel 2 (Ulysses)" in described
+
+
+def test_complete_sequences_are_of_each_rank_alone() -> None:
+    pair = Group((0, 1), 1, None)
+    mesh = dataclasses.replace(
+        Mesh.single(), rank=1, tp=pair, cp=pair, ulysses=pair, sequence=Group((0, 1, 2, 3), 1, None)
+    ).of_model(sequence_parallel=True)
+    groups = {"tp": (0, 1), "cp": (0, 1), "ulysses": (0, 1), "sequence": (0, 1, 2, 3)}
+    with mesh.complete_sequences():
+        assert [mesh.cp.ranks, mesh.ulysses.ranks, mesh.sequence.ranks] == [(1,)] * 3
+        assert mesh.tp.ranks == (0, 1)
+        assert not mesh.tp.sequence_parallel
+        assert pair.size == 2
+    assert {name: getattr(mesh, name).ranks for name in groups} == groups
+    assert mesh.tp.sequence_parallel
 
 
 def test_mpu_answers_deepspeed_and_lacks_the_method_it_must_not_have() -> None:
@@ -114,7 +151,7 @@ def test_a_process_creates_one_group_per_axis(
     assert len(groups) == created
     assert all(rank in ranks for ranks in groups)
     assert (mesh.model.handle is mesh.tp.handle) == (pp == 1)
-    assert mesh.ep.handle is mesh.sp.handle is not None
+    assert mesh.ep.handle is mesh.ulysses.handle is not None
     assert (mesh.dp.handle is everyone) == (tp * pp == 1)
 
 
@@ -138,7 +175,12 @@ class Options:
 @pytest.mark.parametrize(
     ("world", "sizes", "urgent"),
     [
-        (16, {"tp_size": 2, "pp_size": 2, "sp_size": 2}, {"tp", "sp", "pp", "p2p"}),
+        (
+            16,
+            {"tp_size": 2, "pp_size": 2, "ulysses_size": 2},
+            {"tp", "ulysses", "sequence", "pp", "p2p"},
+        ),
+        (8, {"tp_size": 1, "cp_size": 2, "ulysses_size": 2}, {"cp", "ulysses", "sequence"}),
         (4, {"tp_size": 4}, {"tp"}),  # though there is a group of all processes
         (4, {"tp_size": 1, "pp_size": 4}, {"pp", "p2p"}),
         (4, {"tp_size": 1}, set()),

@@ -84,7 +84,8 @@ def test_column_parallel_reduces_the_input_gradient_beside_the_weight_gradient(
 ) -> None:
     """Claim (precision): under tensor parallelism the all-reduce of a layer's input gradient runs
     alongside the product for its weight gradient, and nothing is copied for it"""
-    layer, alone = column(TWO_RANKS, bias), column(Mesh.single().tp, bias)
+    layer = column(TWO_RANKS, bias)
+    alone = column(Mesh.single().tp, bias)
     x = torch.randn(4, 2, HIDDEN, requires_grad=True)
     grad = torch.randn(4, 2, 6)
     (expected,) = torch.autograd.grad(alone(x), x, grad, retain_graph=True)
@@ -102,8 +103,10 @@ def test_column_parallel_reduces_the_input_gradient_beside_the_weight_gradient(
 def test_sequence_parallel_gathers_and_scatters_beside_the_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer, alone = column(SEQUENCE, True), column(Mesh.single().tp, True)
-    x, full = torch.randn(2, 2, HIDDEN, requires_grad=True), torch.empty(4, 2, HIDDEN)
+    layer = column(SEQUENCE, True)
+    alone = column(Mesh.single().tp, True)
+    x = torch.randn(2, 2, HIDDEN, requires_grad=True)
+    full = torch.empty(4, 2, HIDDEN)
     full = x.detach().repeat(2, 1, 1).requires_grad_()
     grad = torch.randn(4, 2, 6)
     alone(full).backward(grad)
@@ -111,9 +114,15 @@ def test_sequence_parallel_gathers_and_scatters_beside_the_products(
         y = layer(x)
         y.backward(grad)
     assert events.found == [
-        *("start of all-gather", "end of all-gather", "product"),
-        *("start of all-gather", "product", "start of reduce-scatter", "end of all-gather"),
-        *("product", "end of reduce-scatter"),
+        "start of all-gather",
+        "end of all-gather",
+        "product",
+        "start of all-gather",
+        "product",
+        "start of reduce-scatter",
+        "end of all-gather",
+        "product",
+        "end of reduce-scatter",
     ]
     assert torch.equal(x.grad, 2 * full.grad[:2])
     for parameter, one in zip(layer.parameters(), alone.parameters(), strict=True):

@@ -66,7 +66,8 @@ def test_streams_are_left_alone_before_the_first_step() -> None:
 
 
 def test_ranks_share_the_replicated_stream_only() -> None:
-    first, second = draws_at(40), draws_at(40, tp_rank=1)
+    first = draws_at(40)
+    second = draws_at(40, tp_rank=1)
     assert first[:8] + first[16:] == second[:8] + second[16:]
     assert first[8:16] != second[8:16]
 

@@ -41,7 +41,8 @@ def test_unshard_is_the_inverse_of_take_shard(spec: ShardSpec, size: int) -> Non
 @pytest.mark.parametrize("sections", [(12,), (8, 4), (4, 4, 8)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_indices_are_located_in_shards_and_back(sections: tuple[int, ...], size: int) -> None:
-    spec, total = ShardSpec(0, sections), sum(sections)
+    spec = ShardSpec(0, sections)
+    total = sum(sections)
     full = torch.arange(total)
     shards = [take_shard(full, spec, rank, size) for rank in range(size)]
     for start, stop in itertools.combinations(range(total + 1), 2):

@@ -24,7 +24,10 @@ from megatron_ds.parallel.weights import Partial, Role, ShardSpec, Weight
 
 PACKAGE = Path(megatron_ds.__file__).parent
 TABLE = PACKAGE / "parallel" / "tensor_types.toml"
-WIDTH, INNER, RANKS, TP = 20, 16, 8, 2
+WIDTH = 20
+INNER = 16
+RANKS = 8
+TP = 2
 INNER_FUNCTIONS = {"_concatenate", "_sum_slices", "_exchange", "gather_objects", "update_biases"}
 """Functions with a collective that only declared ones call, or that send no tensor of a pass."""
 
@@ -49,7 +52,8 @@ def operators_in(path: Path) -> Iterator[tuple[str, bool]]:
 def test_every_operator_is_declared_with_its_backward_pass() -> None:
     """Claim (parallel): Every operator that communicates, and every backward pass that is written
     by hand, declares how its tensors lie on the ranks of each axis."""
-    table, missing = declared(), []
+    table = declared()
+    missing = []
     paths = [*(PACKAGE / "parallel").glob("*.py"), *(PACKAGE / "model").rglob("*.py")]
     for path in paths:
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -83,7 +87,8 @@ class Layers(nn.Module):
     def __init__(self, group: Group) -> None:
         super().__init__()
         init = Initializer(1)
-        rows, columns = ShardSpec(0, (INNER,)), ShardSpec(1, (INNER,))
+        rows = ShardSpec(0, (INNER,))
+        columns = ShardSpec(1, (INNER,))
         vector: dict[str, Any] = {"role": Role.VECTOR}
         self.scale = sharding.declared_parameter(
             Weight("scale", (WIDTH,), partial_over=Partial.SEQUENCE, **vector), group, init
@@ -218,7 +223,7 @@ def test_backward_passes_written_by_hand_are_checked_against_the_forward_passes(
     ("mistake", "part", "weight"),
     [
         (
-            mock.patch("megatron_ds.model.spec.latent.SEQUENCE", Partial.NEVER),
+            mock.patch("megatron_ds.model.declaration.latent.SEQUENCE", Partial.NEVER),
             "latent attention",
             "attention.q_down.weight",
         ),
@@ -244,6 +249,12 @@ def test_a_part_of_the_model_without_its_reduction_is_reported(
 LAYOUTS: dict[str, dict[str, str]] = {
     "tensor and sequence": {"tp": support_matrix.MANY, "sequence": "on", "model": "llama"},
     "tensor and Ulysses": {"tp": support_matrix.MANY, "sp": support_matrix.MANY, "model": "gqa"},
+    "context parallel, Ulysses and sequence": {
+        **dict.fromkeys(("cp", "sp", "tp"), support_matrix.MANY),
+        "sequence": "on",
+        "model": "alibi",
+        "world": "8",
+    },
     "stages, whole experts, latent attention and prediction": {},
 }
 

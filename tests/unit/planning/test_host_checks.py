@@ -19,7 +19,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.launch import device
 from megatron_ds.launch.device import DeviceCapacity
-from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.model.declaration.architecture import model_spec
 from megatron_ds.planning import host_checks, swap_disk
 from megatron_ds.planning.host_checks import Host
 from megatron_ds.planning.memory_estimate import planned_memory

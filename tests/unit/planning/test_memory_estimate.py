@@ -21,35 +21,45 @@ from megatron_ds.config import (
     DataConfig,
     ModelConfig,
     MoEConfig,
+    OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
     ScheduleConfig,
 )
 from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.packed import PackingOptions
+from megatron_ds.model.declaration.architecture import is_expert, is_matrix, model_spec
+from megatron_ds.model.declaration.forward_pass import FP32
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
-from megatron_ds.model.spec.parts import FP32
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.planning.memory_estimate import MemoryEstimate, estimate, planned_memory
-from megatron_ds.planning.memory_inputs import BLOCKWISE_8_BIT, MemoryInputs
+from megatron_ds.planning.memory_inputs import MemoryInputs, OptimizerBytes
 from tests.tables import tables
 
 TABLES = tables(__file__, tuple)
 
-BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
+BATCH = 3
+SEQUENCE = 64
+HIDDEN = 64
+VOCAB = 128
 COLLECTIVES = (
-    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single"),
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
     "reduce_scatter_tensor",
 )
 SHAPE: dict[str, Any] = TABLES["shape"]
 MODELS: dict[str, dict[str, Any]] = TABLES["models"]
 OF_ATTENTION = {
-    *("attention_dropout", "position_embedding_type", "num_query_groups"),
-    *("window_size", "window_attn_skip_freq"),
+    "attention_dropout",
+    "position_embedding_type",
+    "num_query_groups",
+    "window_size",
+    "window_attn_skip_freq",
 }
 COUNTED = [
     *((name, False, None) for name in MODELS),
@@ -65,7 +75,7 @@ SINGLE = MemoryInputs(
     param_bytes=4,
     accumulation_bytes=4,
     reduction_bytes=4,
-    moments=2,
+    optimizer=OptimizerBytes(2, 8.0),
     zero={"reduce_bucket_size": 0, **LIMITS},
     on_cpu=True,
 )
@@ -86,8 +96,8 @@ def saved_bytes(config: Config, dtype: torch.dtype, mesh: Mesh | None = None) ->
     """Bytes that a forward pass saves for the backward pass, without parameters and token ids."""
     rng = RngStreams(0)
     recompute = ActivationCheckpointing(config.recompute, rng)
-    documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
-    attention = AttentionOptions(packing=documents)
+    packing = PackingOptions(False, True) if config.data.reset_attention_mask else None
+    attention = AttentionOptions(packing=packing)
     options: dict[str, Any] = {"checkpointing": recompute, "attention": attention}
     mesh = mesh or Mesh.single()
     options["moe"] = config.moe
@@ -103,7 +113,7 @@ def saved_bytes(config: Config, dtype: torch.dtype, mesh: Mesh | None = None) ->
 
     tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(tokens, tokens)
+        model(tokens, tokens, documents=packing and packing.documents(tokens == 1))
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -168,7 +178,8 @@ def test_experts_are_partitioned_over_the_ranks_that_have_them(experts: int) -> 
         parallel=ParallelConfig(expert_model_parallel_size=experts),
     )
     spec = model_spec(run.model, run.moe, 1, experts)
-    one, of_experts = spec.elements(), spec.elements(keep=is_expert)
+    one = spec.elements()
+    of_experts = spec.elements(keep=is_expert)
     memory = estimate(run, dataclasses.replace(SINGLE, zero_stage=1, dp_size=4))
     assert memory.device["parameters"] == FP32 * one
     partition = (one - of_experts) / 4 + of_experts / (4 / experts)
@@ -194,7 +205,9 @@ def test_activations_of_a_parallel_rank_equal_what_autograd_saves(
     model: str, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the other ranks: collectives leave their outputs as they are."""
-    tp, sp, is_sharded = layout["tp"], layout.get("sp", 1), bool(layout["sequence"])
+    tp = layout["tp"]
+    sp = layout.get("sp", 1)
+    is_sharded = bool(layout["sequence"])
     run = dataclasses.replace(
         config(**MODELS[model]),
         moe=MoEConfig(num_experts=(layout.get("experts", 1),)),
@@ -203,12 +216,12 @@ def test_activations_of_a_parallel_rank_equal_what_autograd_saves(
     mesh = dataclasses.replace(
         Mesh.single(),
         tp=Group(tuple(range(tp)), 0, None, sequence_parallel=is_sharded),
-        sp=Group(tuple(range(sp)), 0, None),
+        ulysses=Group(tuple(range(sp)), 0, None),
     )
     done = SimpleNamespace(wait=lambda: None)
     for name in COLLECTIVES:
         monkeypatch.setattr(dist, name, lambda *_, **__: done)
-    engine = dataclasses.replace(SINGLE, tp_size=tp, sp_size=sp, dp_size=sp)
+    engine = dataclasses.replace(SINGLE, tp_size=tp, ulysses_size=sp, sequence_ranks=sp, dp_size=sp)
     head = FP32 * HIDDEN * (BATCH * SEQUENCE // sp + VOCAB // tp)
 
     losses = 1 + run.model.mtp_num_layers
@@ -232,7 +245,8 @@ def test_tiled_mlp_saves_no_inner_activations(model: str) -> None:
 
 def test_full_recompute_saves_chunk_inputs_and_one_chunk() -> None:
     unit = {"recompute_granularity": "full", "checkpoint_num_layers": 2}
-    recomputed, stored = config(RecomputeConfig(**unit)), config()
+    recomputed = config(RecomputeConfig(**unit))
+    stored = config()
     layer = saved_by_layers(stored) - saved_by_layers(config(num_layers=3))
 
     measured = saved_by_layers(recomputed) + 2 * layer
@@ -249,9 +263,6 @@ def test_accelerator_repeats_the_keys_of_alibi_with_grouped_queries() -> None:
     one = 4 * BATCH * SEQUENCE * HIDDEN * FP32  # of keys in four layers
     # Half of the heads project keys and values, but all of them save both.
     assert repeated.activations - single.activations == 2 * one - 2 * one // 2
-
-
-EIGHT_BIT = {"moment_bytes": BLOCKWISE_8_BIT}
 
 
 def states(stage: int, **changes: Any) -> MemoryEstimate:
@@ -272,8 +283,12 @@ def parameter_bytes() -> int:
 @pytest.mark.parametrize(
     ("stage", "offload", "bytes_per_parameter"),
     [
-        *[(1, False, 6 + 12 / 4), (2, False, 2 + 16 / 4), (3, False, 18 / 4)],
-        *[(1, True, 8 + 4 / 4), (2, True, 2 + 4 / 4), (3, True, 2 / 4)],
+        (1, False, 6 + 12 / 4),
+        (2, False, 2 + 16 / 4),
+        (3, False, 18 / 4),
+        (1, True, 8 + 4 / 4),
+        (2, True, 2 + 4 / 4),
+        (3, True, 2 / 4),
     ],
 )
 def test_states_take_documented_bytes_per_parameter(
@@ -283,22 +298,31 @@ def test_states_take_documented_bytes_per_parameter(
     assert found == pytest.approx(bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3)
 
 
-def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
-    full, small = (states(2, **each).device["moments"] for each in ({}, EIGHT_BIT))
+def test_moments_have_the_bytes_of_the_declared_states() -> None:
+    """The engine's test compares the declared states with those of the optimizers."""
+
+    def of(name: str, **options: Any) -> MemoryEstimate:
+        chosen = OptimizerConfig(optimizer=name, **options)
+        return states(2, optimizer=OptimizerBytes.of(chosen, 2))
+
+    full = of("adam").device["moments"]
     # One byte, and a scale in fp32 for 256 elements.
+    small = of("adam", use_bnb_optimizer=True).device["moments"]
     assert small == pytest.approx(full * (1 + 4 / 256) / 4, rel=1e-3)
-    muon = states(2, matrix_states=1)
+    assert of("lion").device["moments"] == of("sgd").device["moments"] == full / 2
+    assert of("sgd", sgd_momentum=0.0).device["moments"] == 0
+    muon = of("muon")
     matrices = model_spec(config().model).elements(keep=is_matrix)
     assert full - muon.device["moments"] == pytest.approx(4 * matrices / 4, abs=4)
-    assert muon.reduction > states(2).reduction
-    half = {"moment_bytes": 3.0, "second_moment_bytes": 2}
-    assert states(2, **half).device["moments"] == pytest.approx(full * 3 / 4, rel=1e-3)
-    less = states(2, **half, matrix_states=1).device["moments"]
+    assert muon.reduction > of("adam").reduction
+    half = {"exp_avg_sq_dtype": "bf16"}
+    assert of("adam", **half).device["moments"] == pytest.approx(full * 3 / 4, rel=1e-3)
+    less = of("muon", **half).device["moments"]
     assert full * 3 / 4 - less == pytest.approx(2 * matrices / 4, abs=4)
-    normuon = states(2, matrix_states=2)
+    normuon = of("muon", normuon=True)
     assert normuon.device["moments"] == full
     assert normuon.reduction > muon.reduction
-    soap = states(2, matrix_states=4)
+    soap = of("soap")
     assert soap.device["moments"] - full == pytest.approx(2 * 4 * matrices / 4, abs=8)
     assert soap.reduction > normuon.reduction
 
@@ -345,8 +369,10 @@ def test_folded_stages_store_as_many_micro_batches_as_their_schedule(ranks: int)
 
 def _most_layers(parallel: ParallelConfig, rank: int, micro_batches: int) -> int:
     """Most layers between whose forward and backward passes a rank is, by DeepSpeed's schedule."""
-    stages, layers = parallel.stages_of_ranks, parallel.given_layers_per_stage
-    stored = most = 0
+    stages = parallel.stages_of_ranks
+    layers = parallel.given_layers_per_stage
+    stored = 0
+    most = 0
     for commands in schedule.DualPipeVSchedule(micro_batches, len(stages), rank).steps():
         for command in commands:
             if isinstance(command, (schedule.ForwardPass, schedule.BackwardPass)):
@@ -377,7 +403,8 @@ def test_an_asynchronous_save_keeps_a_copy_in_host_memory(
         offload_optimizer=offload,
     )
     run = dataclasses.replace(config(), checkpoint=CheckpointConfig(save="x", async_save=True))
-    without, found = estimate(config(), engine), estimate(run, engine)
+    without = estimate(config(), engine)
+    found = estimate(run, engine)
     assert found.device == without.device
     copied = sum(found.host.values()) - sum(without.host.values())
     assert copied == pytest.approx(bytes_per_parameter * parameter_bytes() / 2, rel=1e-3)
@@ -398,7 +425,8 @@ def gathered(model: ModelConfig, limits: dict[str, int], **recompute: Any) -> in
 
 def test_zero3_gathers_a_few_layers_of_a_large_model() -> None:
     assert model_spec(LLAMA_70B).elements() == pytest.approx(70.6e9, rel=1e-3)
-    table, fc_in = 128_256 * 8192, 8192 * 2 * 28672
+    table = 128_256 * 8192
+    fc_in = 8192 * 2 * 28672
     norms = (2 * 80 + 1) * 8192  # below the threshold
     largest = max(table, fc_in)
     expected = 10**9 + 2 * largest + norms

@@ -16,10 +16,12 @@ import pytest
 
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
+from megatron_ds.config.parallel_axes import RANK_ORDER
 from megatron_ds.extend import Extensions
 from megatron_ds.parallel.mesh import axis_groups
+from megatron_ds.planning import command as tool
 from megatron_ds.planning.hardware import HARDWARE
-from megatron_ds.planning.plan import AXES, Plan, make_plan
+from megatron_ds.planning.plan import Plan, make_plan
 from megatron_ds.planning.suggest import MARGIN, suggest
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.training import run
@@ -27,7 +29,6 @@ from tests.pages import plan_example
 from tests.problems import printed_codes
 from tests.proofs.cases import with_proofs
 from tests.tables import tables
-from tools import plan as tool
 
 TABLES = tables(__file__)
 
@@ -67,9 +68,9 @@ def test_the_rank_map_is_that_of_the_process_groups() -> None:
     line = f"{SMALL} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     plan = planned(f"{line} --ds-sequence-parallel-size 2", 24)
     ranks = list(plan.rank_map())
-    groups = axis_groups(24, 2, pp_size=2, sp_size=2)
-    assert plan.sizes == {"pp": 2, "dp": 3, "ep": 1, "sp": 2, "tp": 2}
-    for axis, number in zip(AXES, range(5), strict=True):
+    groups = axis_groups(24, 2, pp_size=2, ulysses_size=2)
+    assert plan.sizes == {"pp": 2, "dp": 3, "ep": 1, "cp": 1, "ulysses": 2, "tp": 2}
+    for axis, number in zip(RANK_ORDER, range(6), strict=True):
         for group in groups[axis]:
             positions = [ranks[rank] for rank in group]
             assert [each[number] for each in positions] == list(range(len(group)))
@@ -92,7 +93,7 @@ def test_figures_of_a_known_model() -> None:
     assert plan.save_seconds == pytest.approx(plan.checkpoint_size / 64 / 2e9)
     assert plan.async_save_seconds == pytest.approx(plan.checkpoint_size / 512 / 25e9)
     inside = {link.traffic.axis: not link.between for link in plan.links}
-    assert inside == {"tp": True, "dp_sp": False, "pp": False}
+    assert inside == {"tp": True, "replicas": False, "pp": False}
 
 
 def test_slower_links_and_stages_of_unequal_length_take_longer() -> None:
@@ -201,7 +202,7 @@ def test_a_dry_run_is_planned_for_its_processes(
         ("--load hf:nowhere", ["hub-model-without-owner"]),
         ("--load hf:.", ["hf-folder-without-config"]),
         (f"{SHAPE} --tokenizer-type Llama9Tokenizer", ["invalid-choice"]),
-        (f"{SMALL} --train-tokens 1Q", ["not-an-integer"]),
+        (f"{SMALL} --train-tokens 1Q", ["number-suffix-unknown"]),
     ],
 )
 def test_problems_are_reported_before_anything_is_planned(

@@ -25,12 +25,14 @@ from pyarrow import parquet
 
 from megatron_ds.cleaning.command import files_of
 from megatron_ds.config.fields import ineffective
-from megatron_ds.preprocess.documents import formats
+from megatron_ds.preprocess.documents import foreign_inputs, formats
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
+from tests.foreign_files import CASES
 from tests.problems import codes, raises_problem
+from tests.token_files import write_pair
 
 TEXTS = [
     "plain",
@@ -157,7 +159,8 @@ def test_every_format_gives_the_same_documents_from_any_position(
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
 def test_joined_and_damaged_archives(tmp_path: Path, suffix: str) -> None:
-    path, pack = tmp_path / f"a.jsonl{suffix}", COMPRESS[f".jsonl{suffix}"]
+    path = tmp_path / f"a.jsonl{suffix}"
+    pack = COMPRESS[f".jsonl{suffix}"]
     path.write_bytes(pack(jsonl()) + pack(jsonl()))
     assert fields(read(path)) == TEXTS * 2
     for content in (pack(jsonl())[:-9], b"these are other bytes than those"):
@@ -184,7 +187,7 @@ def test_damaged_tables(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather", "a.csv"])
 def test_missing_column_is_an_error(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name)
-    with raises_problem("column-missing", "json_keys", contains="'id', 'text'"):
+    with raises_problem("column-missing", "json_keys", contains="'text'"):
         read(tmp_path / name, keys=("txt",))
 
 
@@ -279,9 +282,17 @@ def test_many_files_folders_and_patterns(tmp_path: Path) -> None:
 def test_files_of_this_package_in_a_folder_are_no_input(tmp_path: Path, format: str) -> None:
     """Token files, text and the index cache are often in one folder."""
     written = (
-        *("index-cache/x-1.json", "index-cache/x-1.documents.npy", "index-cache/x-1.lock"),
-        *("clean.jsonl.work/output", "my_text_document.bin.partial", "x.lock", "x.npy"),
-        *("my_text_document.bin", "my_text_document.idx", "my.quarantine", "my.progress.json"),
+        "index-cache/x-1.json",
+        "index-cache/x-1.documents.npy",
+        "index-cache/x-1.lock",
+        "clean.jsonl.work/output",
+        "my_text_document.bin.partial",
+        "x.lock",
+        "x.npy",
+        "my_text_document.bin",
+        "my_text_document.idx",
+        "my.quarantine",
+        "my.progress.json",
     )
     for name in ("a.jsonl", *written):
         path = tmp_path / name
@@ -309,7 +320,8 @@ def test_pipes_and_broken_links_in_a_folder_are_named_in_a_warning(tmp_path: Pat
 
 
 def test_file_that_would_be_read_twice_is_rejected(tmp_path: Path) -> None:
-    file, sub = tmp_path / "a.jsonl", tmp_path / "sub"
+    file = tmp_path / "a.jsonl"
+    sub = tmp_path / "sub"
     file.write_bytes(jsonl())
     sub.mkdir()
     (sub / "link.jsonl").symlink_to("../a.jsonl")
@@ -411,27 +423,86 @@ def test_files_of_a_saved_dataset_are_no_input(tmp_path: Path) -> None:
         assert str(folder) in str(problem)
 
 
-FOREIGN = {
-    "0.ds": b"\1\0\2\0",
-    "0.ds.index": bytes(8),
-    "a.npy": b"\1\0\2\0",
-    "train.bin": b"\1\0\2\0",
-    "llmc.bin": struct.pack("<3i", 20240520, 1, 0),
-    "shard.00000.mds": bytes(8),
-    "shard.00000.mds.zstd": bytes(8),
-    "mds/index.json": b'{"shards": [], "version": 2}',
-    "lit/index.json": b'{"chunks": [], "config": {}}',
-    "shard_ledger.json": b"{}",
-}
+@pytest.mark.parametrize("case", CASES)
+def test_files_of_other_programs_are_no_input(case: str, tmp_path: Path) -> None:
+    """Claim (data): `--input` refuses files and folders of 18 formats of other programs by their
+    formats, with what reads them"""
+    for path in (*CASES[case].write(tmp_path), tmp_path, tmp_path / "*"):
+        # In a folder, names of this package's output are skipped.
+        (problem, *_) = InputSpec((str(path),)).problems()
+        assert codes([problem]) == [foreign_inputs.CODES[CASES[case].holds]], path
+        assert CASES[case].program in str(problem)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_token_files_of_other_programs_are_no_input(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(FOREIGN[name])
-    for given in (path, tmp_path):
-        assert codes(InputSpec((str(given),)).problems()) == ["input-of-other-program"]
+def test_token_files_of_megatron_are_no_input(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "p", [[1, 2]])
+    for path in (f"{prefix}.bin", f"{prefix}.idx", prefix, str(tmp_path)):
+        (problem,) = InputSpec((path,)).problems()
+        assert codes([problem]) == ["input-is-token-file"]
+        assert f"give {prefix} to --data-path" in str(problem)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("name", ["input_ids", "tokens", "token_ids"])
+def test_columns_of_token_ids_are_refused(name: str, suffix: str, tmp_path: Path) -> None:
+    """Claim (data): columns of token ids in JSON lines, parquet and Arrow are refused by name, with
+    the columns that hold text"""
+    rows = [{name: [1, 2], "body": "a"}, {name: [3], "body": "b"}]
+    path = tmp_path / f"a.{suffix}"
+
+    def write(kept: list[str]) -> None:
+        table = pa.Table.from_pylist([{key: row[key] for key in kept} for row in rows])
+        if suffix == "jsonl":
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
+        elif suffix == "parquet":
+            parquet.write_table(table, path)
+        else:
+            write_arrow(path, table)
+
+    write([name, "body"])
+    with raises_problem("column-of-ids", "json_keys", contains="'body'"):
+        read(path, keys=(name,))
+    assert fields(read(path, keys=("body",)), "body") == ["a", "b"]
+    write([name])
+    for key in (name, "text"):
+        with raises_problem("column-of-ids", "json_keys", contains=f"'{name}'"):
+            read(path, keys=(key,))
+
+
+@pytest.mark.parametrize(
+    "type",
+    [
+        pa.list_(pa.int64()),
+        pa.large_list(pa.uint16()),
+        pa.list_(pa.int32(), 2),
+        pa.list_(pa.list_(pa.int8())),
+    ],
+)
+def test_lists_of_integers_are_token_ids(type: pa.DataType, tmp_path: Path) -> None:
+    nested = pa.types.is_list(type) and pa.types.is_list(type.value_type)
+    ids = pa.array([[[1, 2]] if nested else [1, 2]], type)
+    meta = pa.array([{"ids": [1], "text": "a"}])
+    parquet.write_table(pa.table({"x": ids, "meta": meta}), tmp_path / "a.parquet")
+    for key in ("x", "meta.ids"):
+        with raises_problem("column-of-ids", "json_keys", contains=repr(key)):
+            read(tmp_path / "a.parquet", keys=(key,))
+    assert read(tmp_path / "a.parquet", keys=("meta.text",))
+
+
+def test_lists_of_integers_next_to_text_are_no_error(tmp_path: Path) -> None:
+    """The first line may lack its text."""
+    lines = ['{"text": null, "spans": [1, 2]}', '{"spans": [1, 2]}', '{"text": "a", "spans": []}']
+    for count in (3, 2):
+        (tmp_path / "a.jsonl").write_text("\n".join(lines[-count:]))
+        assert len(read(tmp_path / "a.jsonl")) == count
+
+
+def test_a_dataset_of_token_ids_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    rows.save_to_disk(str(tmp_path / "set"))
+    with raises_problem("column-of-ids", "json_keys", contains="'input_ids'"):
+        read(hf_dataset=str(tmp_path / "set"))
 
 
 def test_reading_is_incremental(tmp_path: Path) -> None:
@@ -653,6 +724,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "o.json": ("a JSON array", lambda: json.dumps(TEXTS, indent=2).encode()),
     "p.json": ("a JSON object of several lines", lambda: json.dumps(ROWS[0], indent=2).encode()),
     "q.json": ("a JSON object of several lines", lambda: json.dumps(ROWS[0], indent=0).encode()),
+    "page.jsonl": ("an HTML page", lambda: b"<!DOCTYPE html>\n<html><body></body></html>"),
     "r.jsonl": ("UTF-16 or UTF-32", lambda: jsonl().decode().encode("utf-16")),
     "s.jsonl": ("zip", lambda: b"PK\x03\x04" + bytes(30)),
     "t.tar.gz": ("tar", lambda: gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000")),
@@ -672,7 +744,8 @@ def parquet_bytes() -> bytes:
 
 
 def arrow_bytes(open_writer: Callable[..., Any]) -> bytes:
-    sink, table = io.BytesIO(), pa.Table.from_pylist(ROWS)
+    sink = io.BytesIO()
+    table = pa.Table.from_pylist(ROWS)
     with open_writer(sink, table.schema) as writer:
         writer.write_table(table)
     return sink.getvalue()
@@ -681,7 +754,7 @@ def arrow_bytes(open_writer: Callable[..., Any]) -> bytes:
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_first_bytes_that_contradict_the_name_are_an_error(name: str, tmp_path: Path) -> None:
     """Claim (data): an input whose first bytes are of another format than its name says is an
-    error, in 29 cases"""
+    error, in 30 cases"""
     found, content = CONTRADICTIONS[name]
     path = tmp_path / name
     path.write_bytes(content())

@@ -130,7 +130,8 @@ def test_failed_run_keeps_an_older_pair(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_reported_together(tmp_path: Path) -> None:
-    inputs, prefix = InputSpec((str(tmp_path / "none"),)), f"{__file__}/out"
+    inputs = InputSpec((str(tmp_path / "none"),))
+    prefix = f"{__file__}/out"
     given = PreprocessOptions(inputs, prefix, ("a", "a"), workers=0, chunk_size=-1)
     with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
@@ -160,7 +161,8 @@ def quarantined(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_rejected_documents_are_listed_in_input_order(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.csv"
+    first = tmp_path / "a.jsonl"
+    second = tmp_path / "b.csv"
     lines = [b'{"text": "1"}', b"{", b'{"txt": "2"}', b'{"text": 3}', b"[4]", b'{"text": "\xff"}']
     lines += [b'{"text": " "}', b'{"text": "7 x"}', b'{"text": "' + b"8 " * 50 + b'"}', b""]
     first.write_bytes(b"\n".join([*lines, b'{"text": "9", "b": 1}\n']))

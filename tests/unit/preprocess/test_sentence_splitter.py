@@ -54,7 +54,8 @@ MARKED = TABLES["marked"]
 
 @pytest.mark.parametrize("marked", MARKED)
 def test_sentence_rules(marked: str) -> None:
-    parts, text = marked.split("|"), marked.replace("|", "")
+    parts = marked.split("|")
+    text = marked.replace("|", "")
     assert RuleSplitter("english", keep_newlines=False)(text) == [part.strip() for part in parts]
     # Whitespace belongs to the sentence before it; after the last one it is dropped.
     kept = RuleSplitter("english", keep_newlines=True)(text)
@@ -262,7 +263,8 @@ def test_bytes_equal_megatrons_for_any_keys_workers_and_chunks(
     """For both token dtypes."""
     texts = ["\n".join(" ".join(["7"] * (n * k % 4)) for k in range(n % 5)) for n in range(60)]
     rows = [{"a": text, "b": f"{n % 100}\n{n % 7}"} for n, text in enumerate(texts)]
-    tokenizer, letter, code = NullTokenizer(size), *((("i", 4)) if size > 65499 else ("H", 8))
+    tokenizer = NullTokenizer(size)
+    letter, code = ("i", 4) if size > 65499 else ("H", 8)
     for workers, chunk_size in ((1, 64), (2, 7), (3, 1)):
         given = options(
             tmp_path, rows, json_keys=("a", "b"), append_eod=append_eod, splitter=Lines(),
@@ -320,7 +322,8 @@ def test_gpt_shuffles_sentences_as_megatron_does(tmp_path: Path) -> None:
     """Sequences are shuffled, so the sentences of a document are separated."""
     rows = [{"text": f"{n}\n{n}\n{n}"} for n in range(40)]
     preprocess(options(tmp_path, rows, splitter=Lines(), append_eod=True), TOKENIZER)
-    prefix, cache = str(tmp_path / "in_text_sentence"), str(tmp_path / "cache")
+    prefix = str(tmp_path / "in_text_sentence")
+    cache = str(tmp_path / "cache")
     built = build_datasets(
         DataFiles(DataConfig(data_path=(prefix,), split="1", data_cache_path=cache)),
         seq_length=4,

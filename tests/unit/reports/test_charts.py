@@ -43,9 +43,12 @@ def runs(tmp_path: Path) -> dict[str, History]:
     events = {
         "slow": [start(0), event("memory", 2, peak=3 * 2**30), event("end", 6, status=0)],
         "fast": [
-            *(start(0, 4, lr=0.002), event("checkpoint", 4), event("checkpoint", 8)),
+            start(0, 4, lr=0.002),
+            event("checkpoint", 4),
+            event("checkpoint", 8),
             event("stage", 6, text="decay: it begins"),
-            *(start(4, 4, seconds=104.5, lr=0.002), event("warning", 5, text="it is slow")),
+            start(4, 4, seconds=104.5, lr=0.002),
+            event("warning", 5, text="it is slow"),
         ],
     }
     records = {"slow": slow, "fast": fast}
@@ -103,7 +106,8 @@ def test_metrics_of_the_steps(runs: dict[str, History]) -> None:
 
 
 def test_scaling_compares_throughput_with_the_ideal(runs: dict[str, History]) -> None:
-    chart, table = scaling_chart(runs), tables.scaling_table(runs)
+    chart = scaling_chart(runs)
+    table = tables.scaling_table(runs)
     assert chart is not None
     assert table is not None
     assert shown(chart)["measured"] == [(1, 64.0), (4, pytest.approx(192.0))]
@@ -152,7 +156,13 @@ def test_final_figures(runs: dict[str, History]) -> None:
     }
     names = ("status", "ranks", "s/step", "samples/s", "tokens/s", "restarts", "test loss")
     assert [fast[name] for name in names] == [
-        *("running", "4", "0.167", "24.00", "192", "1", "1.2500")
+        "running",
+        "4",
+        "0.167",
+        "24.00",
+        "192",
+        "1",
+        "1.2500",
     ]
 
 
@@ -227,7 +237,8 @@ def test_settings_that_differ_and_events(runs: dict[str, History]) -> None:
 def test_long_lines_keep_their_extremes() -> None:
     x = np.arange(10_000.0)
     y = np.sin(x / 500)
-    y[1234], y[4321] = 7.0, -7.0
+    y[1234] = 7.0
+    y[4321] = -7.0
     line = thinned(Line("", 0, x, y), limit=100)
     assert len(line.x) <= 102
     assert (line.y.max(), line.y.min()) == (7.0, -7.0)

@@ -6,6 +6,7 @@ lines and a resume
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.reports.history import Evaluation, RunReader, names_of, read_history, read_run
+from megatron_ds.reports.tables import figures_table
 from megatron_ds.training.loggers.csv_logger import CsvTable
 from megatron_ds.training.loggers.jsonl_logger import JsonLines
 from tests.problems import raises_problem
@@ -147,7 +149,11 @@ def test_names_are_those_of_the_folders_unless_two_are_equal(tmp_path: Path) -> 
 
 
 def test_a_table_has_the_history_of_the_records(tmp_path: Path) -> None:
-    losses = [evaluation(2, bits=0.5), evaluation(4, "test", "code", 0.75)]
+    extras = {"bits_per_byte": 0.5, "next_token_accuracy": 0.25}
+    losses = [
+        dataclasses.replace(evaluation(2), extras=extras),
+        evaluation(4, "test", "code", 0.75),
+    ]
     skipped = step(2, lm_loss=float("nan"), skipped=True)
     records = [step(1), skipped, step(3), step(4, extras={"aux": 0.5})]
     loggers = [CsvTable(tmp_path / "table", 0), JsonLines(tmp_path / "metrics.jsonl", 0)]
@@ -159,9 +165,14 @@ def test_a_table_has_the_history_of_the_records(tmp_path: Path) -> None:
         logger.close()
     table, history = map(read_history, (tmp_path / "table", tmp_path / "metrics.jsonl"))
     assert table.evaluations == history.evaluations
-    assert [item.bits_per_byte for item in table.evaluations] == [0.5, 0.75]
+    assert [item.extras for item in table.evaluations] == [
+        extras,
+        {"bits_per_byte": 0.75},
+    ]
     for key in history.columns:
         assert np.array_equal(table[key], history[key], equal_nan=True), key
+    figures = figures_table({"run": table})
+    assert figures.rows[0][figures.header.index("next token accuracy")] == "0.2500"
 
 
 def test_a_row_of_a_growing_table_waits_for_its_end(tmp_path: Path) -> None:

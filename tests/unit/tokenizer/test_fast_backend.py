@@ -83,7 +83,8 @@ def test_the_shared_texts_have_the_reference_ids(shared_data: Path) -> None:
 
 @pytest.mark.parametrize("kind", FAST)
 def test_only_encoding_differs_from_the_reference(kind: str) -> None:
-    fast, reference = FAST[kind], REFERENCE[kind]
+    fast = FAST[kind]
+    reference = REFERENCE[kind]
     assert (fast.vocab_size, fast.eod) == (reference.vocab_size, reference.eod)
     assert (fast.fingerprint, fast.decode(fast.encode("hello"))) == (reference.fingerprint, "hello")
     assert pickle.loads(pickle.dumps(fast)).encode_batch(CORPUS) == reference.encode_batch(CORPUS)

@@ -63,8 +63,11 @@ def test_json_round_trip() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *({"kind": "B"}, {"files": {"v": "34" * 32, "m": "12" * 32}}, {"vocab_size": 10}),
-        *({"eod": 7}, {"settings": {"--x": 2}}),
+        {"kind": "B"},
+        {"files": {"v": "34" * 32, "m": "12" * 32}},
+        {"vocab_size": 10},
+        {"eod": 7},
+        {"settings": {"--x": 2}},
     ],
 )
 def test_every_value_counts_but_file_names(change: dict[str, Any]) -> None:
@@ -118,7 +121,12 @@ RECORD = json.loads(ONE.to_json())
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"[]", b"{", b"\xff", b'{"kind": "A"}', b"[" * 100_000),
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"kind": "A"}',
+        b"[" * 100_000,
         *(
             json.dumps({**RECORD, **change}).encode()
             for change in ({"eod": "8"}, {"files": ["x"]}, {"vocab_size": True})

@@ -25,15 +25,29 @@ from megatron_ds.preprocess.documents.sentence_splitter import RuleSplitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
-from tests.tables import tables
-
-TABLES = tables(__file__)
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
-FILES: dict[str, dict[str, Any]] = TABLES["files"]
+FILES: dict[str, dict[str, Any]] = {
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+    "BertWordPieceLowerCase": {"vocab_file": "vocab.txt", "vocab_extra_ids": 2},
+    "BertWordPieceCase": {"vocab_file": "vocab.txt"},
+    "SentencePieceTokenizer": {"tokenizer_model": "tokenizer.model", "vocab_extra_ids": 2},
+    "GPTSentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
+    "Llama2Tokenizer": {"tokenizer_model": "tokenizer.model"},
+    "HFTokenizer": {"tokenizer_model": "tokenizer.json"},
+    "TikTokenizer": {
+        "tokenizer_model": "tiktoken.json",
+        "tiktoken_pattern": "v2",
+        "tiktoken_num_special_tokens": 10,
+    },
+    "NullTokenizer": {},
+}
 WITH_TEXT_FILES = (
-    *("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
-    *("HFTokenizer", "TikTokenizer"),
+    "GPT2BPETokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "HFTokenizer",
+    "TikTokenizer",
 )
 SENTENCES = {"BertWordPieceLowerCase": False, "SentencePieceTokenizer": True}
 """Kinds that have sentence files too, and whether sentences keep the whitespace after them."""
@@ -127,12 +141,14 @@ def test_byte_order_marks_are_no_part_of_a_file(kind: str, tmp_path: Path) -> No
     names = {*FILES[kind].values()} & {*os.listdir(FOLDER)}
     for name in names:
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (FOLDER / name).read_bytes())
-    marked, plain = tokenizer_of(kind, tmp_path), tokenizer_of(kind)
+    marked = tokenizer_of(kind, tmp_path)
+    plain = tokenizer_of(kind)
     assert marked.vocab_size == plain.vocab_size
     assert [marked.encode(text) for text in texts()] == [plain.encode(text) for text in texts()]
 
 
-GPT2, NULL = tokenizer_of("GPT2BPETokenizer"), tokenizer_of("NullTokenizer")
+GPT2 = tokenizer_of("GPT2BPETokenizer")
+NULL = tokenizer_of("NullTokenizer")
 
 
 @given(text=st.text(max_size=60), ids=st.lists(st.integers(0, 65534), max_size=20))

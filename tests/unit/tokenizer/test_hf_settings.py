@@ -41,7 +41,10 @@ FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 }
 """Kind of tokenizer.json and the files next to it."""
 WITHOUT_TRANSFORMERS = {"nothing", "generic", "same_decoder", "harmless", "generic_llama"} | {
-    *("begin", "begin_of_map", "begin_that_is_not_added", "split")
+    "begin",
+    "begin_of_map",
+    "begin_that_is_not_added",
+    "split",
 }
 
 

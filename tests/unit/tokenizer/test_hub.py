@@ -39,7 +39,8 @@ def test_a_hub_name_is_downloaded_and_read_as_a_folder(
     download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    named, local = build_hf("someone/some-model_1.5"), build_hf(FOLDER / "tokenizer.json")
+    named = build_hf("someone/some-model_1.5")
+    local = build_hf(FOLDER / "tokenizer.json")
     assert [named.encode(text) for text in texts()] == [local.encode(text) for text in texts()]
     assert named.fingerprint.same_as(local.fingerprint)
     patterns = download.call_args.kwargs["allow_patterns"]

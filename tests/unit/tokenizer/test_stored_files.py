@@ -25,7 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_copy(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, copy, elsewhere = tmp_path / "here", tmp_path / "copy", tmp_path / "elsewhere"
+    here = tmp_path / "here"
+    copy = tmp_path / "copy"
+    elsewhere = tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()
     for path in FOLDER.iterdir():

@@ -31,7 +31,8 @@ def build(path: Path = FOLDER / "tiktoken.json", size: int | None = None, **more
     return test_golden.build("TikTokenizer", size, tokenizer_model=str(path), **fields)
 
 
-V1, V2 = build(tiktoken_pattern="v1"), build()
+V1 = build(tiktoken_pattern="v1")
+V2 = build()
 
 
 def reference(text: str, pattern: str, tokens: list[bytes], special: int) -> list[int]:

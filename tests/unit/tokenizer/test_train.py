@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.preprocess import train_tokenizer
 from megatron_ds.tokenizer import Tokenizer, train
 from tests.problems import raises_problem
 from tests.unit.tokenizer.test_golden import FILES, build, texts
-from tools import train_tokenizer
 
 SIZES = {"bpe": 400, "wordpiece": 500, "unigram": 600}
 Train = Callable[[Iterable[str], int, Path], int]

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.demo import corpus as make_corpus
+from megatron_ds.evaluation import unigram_loss
+from megatron_ds.reports import plot_loss
 from megatron_ds.reports.charts import smooth
 from megatron_ds.reports.history import names_of, read_history, read_run
 from tests.problems import printed_codes, raises_problem
 from tests.token_files import write_pair
-from tests.unit.tools.conftest import Run
-from tools import make_corpus, plot_loss, unigram_loss
+from tests.unit.conftest import Run
 
 TOOL = plot_loss
 

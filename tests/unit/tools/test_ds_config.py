@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.config.options.deepspeed_file import leaves
+from megatron_ds.config.deepspeed_file import leaves
+from megatron_ds.engine.ds_config import command as ds_config
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
 from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
 from tests.tables import tables
-from tools import ds_config
 
 TABLES = tables(__file__)
 
@@ -34,7 +34,7 @@ PUBLISHED = {
 """Text of files for earlier versions, by name."""
 WITHOUT_TORCH = """
 import sys, time
-from tools import ds_config
+from megatron_ds.engine.ds_config import command as ds_config
 for line in sys.argv[1:]:
     start = time.monotonic()
     assert ds_config.main(line.split()) in (0, 1), line
@@ -194,7 +194,8 @@ def test_migrated_files_of_other_projects_are_valid(
 ) -> None:
     """Claim (deepspeed): files for DeepSpeed 0.5 and later are migrated with the meaning that they
     had, and are valid afterwards"""
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old = tmp_path / "old.json"
+    new = tmp_path / "new.json"
     old.write_text(PUBLISHED[name])
     assert ds_config.main(["migrate", str(old)]) == 0
     printed = capsys.readouterr()

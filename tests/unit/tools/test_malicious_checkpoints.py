@@ -15,16 +15,17 @@ import torch
 
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN, manifest_text, read_manifest
 from megatron_ds.config import ModelConfig
+from megatron_ds.conversion.inspect import command as inspect_checkpoint
 from megatron_ds.conversion.safe_unpickle import read_dcp_metadata
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.loading.programs import convert as convert_checkpoint
 from tests.unit.checkpoint.native_writer import random_states, write_checkpoint
 from tests.unit.checkpoint.test_full_weights import Trap
+from tests.unit.conftest import Run
 from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.megatron_writer import Layout
 from tests.unit.conversion.megatron_writer import write_checkpoint as write_megatron
 from tests.unit.conversion.models import SMALL, random_source
-from tests.unit.tools.conftest import Run
-from tools import convert_checkpoint, inspect_checkpoint
 
 PICKLES = (".pt", ".bin", ".distcp", ".metadata")
 TOOLS: dict[str, tuple[ModuleType, Callable[[Path, Path], list[object]]]] = {
@@ -93,7 +94,8 @@ def test_no_file_runs_code(
     names = [path.relative_to(checkpoints[kind]) for path in pickles_below(checkpoints[kind])]
     assert len(names) > 0
     for number, name in enumerate(names):
-        folder, trap = tmp_path / str(number), tmp_path / "sprung"
+        folder = tmp_path / str(number)
+        trap = tmp_path / "sprung"
         shutil.copytree(checkpoints[kind], folder)
         replace(folder / name, trap)
         new = tmp_path / "new"

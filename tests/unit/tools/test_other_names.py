@@ -10,12 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.tables import tables
-
-TABLES = tables(__file__)
-
 REPOSITORY = Path(__file__).resolve().parents[3]
-NAMES = TABLES["names"]
+NAMES = {
+    "pretrain_llama.py": "pretrain_gpt.py",
+    "pretrain_gpt_alcf.py": "pretrain_gpt.py",
+    "tools/generate_samples_gpt2.py": "tools/generate_samples_gpt.py",
+    "tools/merge_preprocessed_data.py": "tools/merge_datasets.py",
+    "tools/checkpoint/util.py": "tools/start_tool.py",
+    "tasks/eval_harness/evaluate.py": "tools/evaluate.py",
+    "tasks/main.py": "tools/evaluate.py",
+}
+SHOWN_NAMES = {
+    **dict.fromkeys(("tasks/eval_harness/evaluate.py", "tasks/main.py"), "evaluate.py"),
+    "tools/checkpoint/util.py": "convert.py",
+    "pretrain_llama.py": "pretrain_gpt.py",
+    "pretrain_gpt_alcf.py": "pretrain_gpt.py",
+}
+"""Names in the help that are not the link's."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -28,8 +39,10 @@ def test_a_program_has_its_other_name(name: str, tmp_path: Path) -> None:
         check=True,
         cwd=tmp_path,
     )
-    assert done.stdout.startswith("usage: ")
-    assert "FLAGS" in done.stdout
+    shown = SHOWN_NAMES.get(name, Path(name).name)
+    usage, _, _ = done.stdout.partition("\n")
+    assert usage.startswith("usage: ")
+    assert usage.endswith(f" {shown} FLAGS")
 
 
 def test_each_link_to_the_start_of_programs_has_one() -> None:

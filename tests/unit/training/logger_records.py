@@ -55,7 +55,8 @@ def evaluation(
 ) -> EvalRecord:
     """An evaluation with a loss of 2.0."""
     label = f"iteration {iteration}"
-    return EvalRecord(iteration, 4 * iteration, 32 * iteration, split, label, 2.0, group, bits)
+    extras = {} if bits is None else {"bits_per_byte": bits}
+    return EvalRecord(iteration, 4 * iteration, 32 * iteration, split, label, 2.0, group, extras)
 
 
 def task_results(iteration: int, task: str = "TASK") -> TaskRecord:

@@ -16,11 +16,11 @@ from megatron_ds.launch.ranks.distributed import ProcessContext
 from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.cores import FIXED_SIZES
 from megatron_ds.model.attention.packed import FlexKernel, PackingOptions
-from megatron_ds.model.spec.architecture import is_matrix, model_spec, run_spec
+from megatron_ds.model.declaration.architecture import is_matrix, model_spec, run_spec
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import estimate
-from megatron_ds.planning.memory_inputs import MemoryInputs
+from megatron_ds.planning.memory_inputs import MemoryInputs, OptimizerBytes
 from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.start.banner import BannerData, banner
@@ -50,8 +50,11 @@ SETTINGS = EngineSettings(
     loss_scale=LossScaleSettings(65536, 1000, 2),
 )
 LIMITS = (
-    *("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
-    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    "reduce_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
 )
 ENGINE = MemoryInputs(
     zero_stage=3,
@@ -60,14 +63,16 @@ ENGINE = MemoryInputs(
     param_bytes=2,
     accumulation_bytes=4,
     reduction_bytes=2,
-    moments=2,
+    optimizer=OptimizerBytes(2, 8.0),
     zero=dict.fromkeys(LIMITS, 500_000_000),
     offload_optimizer=True,
 )
 GROUPS = {
-    **dict.fromkeys(("tp", "model", "sp_tp", "ep_tp"), Group((0, 1), 0, None)),
-    **dict.fromkeys(("dp", "expert_dp", "dp_sp"), Group((0, 2, 4, 6), 0, None)),
-    **dict.fromkeys(("pp", "sp", "ep", "embedding", "p2p"), Group((0,), 0, None)),
+    **dict.fromkeys(("tp", "model", "same_batch", "ep_tp"), Group((0, 1), 0, None)),
+    **dict.fromkeys(("dp", "expert_dp", "replicas"), Group((0, 2, 4, 6), 0, None)),
+    **dict.fromkeys(
+        ("pp", "cp", "ulysses", "sequence", "ep", "embedding", "p2p"), Group((0,), 0, None)
+    ),
 }
 FACTS = BannerData(
     config=CONFIG,
@@ -159,7 +164,7 @@ def test_banner_shows_every_engine_setting() -> None:
 
 
 def test_banner_counts_the_parameters_that_muon_updates() -> None:
-    muon = dataclasses.replace(SETTINGS, optimizer="Muon", momentum=0.95, orthogonalized=96)
+    muon = dataclasses.replace(SETTINGS, optimizer="Muon", momentum=0.95, matrices=96)
     muon = dataclasses.replace(muon, moment_dtypes=("bfloat16", "float32"))
     options = {"optimizer": "muon", "normuon": True, "cautious_weight_decay": True}
     text = words(CONFIG.with_values(options), settings=muon)
@@ -167,12 +172,13 @@ def test_banner_counts_the_parameters_that_muon_updates() -> None:
     assert "simple coefficients, second moments of neurons; AdamW" in text
     assert "cautious weight decay 0.1" in text
     assert "master weights float64, moments bfloat16 and float32" in text
-    soap = dataclasses.replace(SETTINGS, optimizer="SOAP", orthogonalized=96)
+    soap = dataclasses.replace(SETTINGS, optimizer="SOAP", matrices=96)
     found = words(CONFIG.with_values({"optimizer": "soap"}), settings=soap)
     assert "SOAP, on 96 matrices (" in found
     assert "eigenbases every 10 steps, Shampoo beta 0.95; AdamW on" in found
     spec = run_spec(CONFIG)
-    tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
+    tensors = spec.sizes()
+    matrices = spec.sizes(keep=is_matrix)
     assert matrices.total() == 96
     others = tensors - matrices
     elements = sum(size * count for size, count in others.items())
@@ -228,6 +234,9 @@ def test_banner_shows_sequence_parallelism() -> None:
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     text = words(CONFIG.with_values(parallel))
     assert "tensor parallel 2 (with sequence parallelism) x data parallel 4" in text
+    mesh = dataclasses.replace(FACTS.mesh, cp=Group((0, 2, 4, 6), 0, None))
+    config = CONFIG.with_values({"context_parallel_size": 4, "cp_comm_type": ("p2p", "all_gather")})
+    assert "context parallel 4 (p2p and all_gather)" in words(config, mesh=mesh)
 
 
 def test_headings_are_bold_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,19 +253,20 @@ def test_banner_shows_that_nothing_is_saved() -> None:
 
 
 def test_kernel_is_described() -> None:
-    config, cpu = dataclasses.replace(CONFIG.model, seq_length=8), torch.device("cpu")
+    config = dataclasses.replace(CONFIG.model, seq_length=8)
+    cpu = torch.device("cpu")
 
     def describe(packing: PackingOptions | None, kernel: Any = None) -> str:
         attention = dataclasses.replace(computed_by(kernel, config), packing=packing)
         return describe_kernel(config, 2, 1, torch.float32, cpu, attention)
 
-    assert describe(None) == describe(PackingOptions(0, True, False))
+    assert describe(None) == describe(PackingOptions(True, False))
     assert "scaled_dot_product_attention: " in describe(None)
-    assert "per document" in describe(PackingOptions(0, False, True))
+    assert "per document" in describe(PackingOptions(False, True))
     long = dataclasses.replace(config, seq_length=2**20, position_embedding_type="alibi")
     # Asking torch allocates none of the tensors, of which the bias alone would be terabytes.
     assert "scaled" in describe_kernel(long, 2, 1, torch.float32, cpu)
-    assert "flex_attention" in describe(PackingOptions(0, False, True), FlexKernel(dense_flex))
+    assert "flex_attention" in describe(PackingOptions(False, True), FlexKernel(dense_flex))
 
 
 def test_the_order_of_kernels_is_shown() -> None:
@@ -271,7 +281,7 @@ def test_the_order_of_kernels_is_shown() -> None:
 
     alibi = dataclasses.replace(config, position_embedding_type="alibi")
     order = "(first of cudnn, flash, efficient, math, overrideable)"
-    per_document = PackingOptions(0, False, True)
+    per_document = PackingOptions(False, True)
     assert order in describe("meta", None)
     assert order.replace("cudnn, ", "") in describe("meta", per_document)
     assert "first of" not in describe("cpu", None)
@@ -279,6 +289,7 @@ def test_the_order_of_kernels_is_shown() -> None:
     assert "flex_attention with ALiBi" in describe("meta", None, kernel)
     assert "flex_attention within documents" in describe("meta", per_document, kernel)
     windows = dataclasses.replace(config, window_size="3,0")
-    meta, attention = torch.device("meta"), computed_by(kernel, windows)
+    meta = torch.device("meta")
+    attention = computed_by(kernel, windows)
     shown = describe_kernel(windows, 2, 1, torch.bfloat16, meta, attention)
     assert shown == "torch's flex_attention with windows"

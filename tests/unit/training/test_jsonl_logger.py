@@ -55,7 +55,8 @@ def test_further_metrics_follow_under_their_names(path: Path) -> None:
 
 
 def test_numbers_that_json_lacks_become_null(path: Path) -> None:
-    nan, inf = float("nan"), float("inf")
+    nan = float("nan")
+    inf = float("inf")
     JsonLines(path, 0).log_steps([step(1, lm_loss=nan, grad_norm=inf, nan=True, skipped=True)])
     (record,) = read(path)
     assert (record["lm_loss"], record["grad_norm"]) == (None, None)
@@ -176,7 +177,8 @@ def test_a_full_disk_delays_records_without_loss(path: Path) -> None:
     logger = JsonLines(path, 0, warn=logged.append)
     logger.log_steps([step(1)])
     descriptor = logger._file.fileno()
-    own, full = os.dup(descriptor), os.open("/dev/full", os.O_WRONLY)
+    own = os.dup(descriptor)
+    full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, descriptor)
     logger.log_steps([step(2)])
     logger.log_steps([step(3)])

@@ -23,17 +23,19 @@ from megatron_ds.config import Config, ProfilingConfig
 from megatron_ds.fileio.file_lock import WaitPolicy
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.loggers import selection as loggers
-from megatron_ds.training.loggers.selection import (
+from megatron_ds.training.loggers.console import (
     Console,
     ShortConsole,
     evaluation_block,
     interval_line,
     is_short,
+    short_interval_line,
+    time_details,
+)
+from megatron_ds.training.loggers.selection import (
     jsonl_path,
     open_loggers,
     owned_tensorboard_folder,
-    short_interval_line,
-    time_details,
 )
 from megatron_ds.training.records import IntervalRecord, Logger
 from tests.problems import raises_problem

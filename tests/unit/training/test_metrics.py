@@ -20,7 +20,8 @@ class RecordingLogger(Logger):
         self.seen: list[object] = []
         self.closed = False
         self.log_steps = self.seen.extend
-        self.log_interval = self.log_eval = self.seen.append
+        self.log_interval = self.seen.append
+        self.log_eval = self.log_interval
 
     def close(self) -> None:
         self.closed = True
@@ -107,7 +108,8 @@ def test_losses_are_read_when_the_interval_ends() -> None:
 
 
 def test_ranks_without_loggers_take_part_in_collectives() -> None:
-    reductions, norms = [], []
+    reductions = []
+    norms = []
     metrics = Metrics(
         WORKLOAD,
         log_interval=1,
@@ -115,7 +117,8 @@ def test_ranks_without_loggers_take_part_in_collectives() -> None:
         mean_over_dp=lambda losses: reductions.append(losses) or losses,
         params_norm=lambda: norms.append(1) or 1.0,
     )
-    plan, result = StepPlan(1, 4, 1, 0.5, 0.0, 8), StepResult(3.0, None)
+    plan = StepPlan(1, 4, 1, 0.5, 0.0, 8)
+    result = StepResult(3.0, None)
     metrics.record(TrainState().advance(plan, result), plan, result, 1.0, False)
     assert (reductions, norms) == ([[3.0]], [1])
 

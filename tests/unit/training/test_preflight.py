@@ -27,6 +27,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.launch import device
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.planning import swap_disk
@@ -171,6 +172,35 @@ def test_a_vocab_size_other_than_that_of_the_tokenizer_is_rejected(
     assert check(f"{GPT2} --vocab-size -")[1] == []
 
 
+class WithoutEnd(NullTokenizer):
+    """A tokenizer without an end-of-document token."""
+
+    def __init__(self) -> None:
+        super().__init__(120)
+        self.eod = None
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--eod-mask-loss", ["eod_mask_loss"]),
+        (
+            "--reset-position-ids --reset-attention-mask",
+            ["reset_position_ids", "reset_attention_mask"],
+        ),
+        ("--eod-mask-loss --reset-position-ids --document-boundaries idx", None),
+        ("", None),
+    ],
+)
+def test_documents_that_end_with_a_token_need_a_tokenizer_that_has_it(
+    flags: str, named: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "build_tokenizer", lambda *_: WithoutEnd())
+    _, problems, _ = check(flags)
+    assert codes(problems) == ([] if named is None else ["tokenizer-without-eod"])
+    assert fields(problems) == ([] if named is None else [tuple(named)])
+
+
 BLEND_WITHOUT_EOD = "--reset-position-ids --data-path 1 small 2 ended 1 single"
 
 
@@ -206,19 +236,20 @@ def test_end_of_document_tokens_are_searched_at_ends_and_in_blocks(
 ) -> None:
     line = "--reset-attention-mask --data-path "
     assert check(line + "joined")[2] == []
-    monkeypatch.setattr(validation, "_probe", lambda file, *_: file.tokens[:0])
+    monkeypatch.setattr(IndexedDataset, "probe", lambda file, *_: file.tokens[:0])
     assert codes(check(line + "joined")[2]) == ["data-without-eod"]
     assert check(line + "ended")[2] == []
 
 
 def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    build, load = preflight.build_tokenizer, validation.IndexedDataset
+    build = preflight.build_tokenizer
+    load = validation.open_token_file
     monkeypatch.setattr(
         preflight, "build_tokenizer", lambda *args: opened.append("tokenizer") or build(*args)
     )
     monkeypatch.setattr(
-        validation, "IndexedDataset", lambda prefix, **_: opened.append(prefix) or load(prefix)
+        validation, "open_token_file", lambda prefix, *_: opened.append(prefix) or load(prefix)
     )
     config = check("--reset-attention-mask --data-path ended")[0]
     opened.clear()

@@ -18,7 +18,9 @@ from megatron_ds.train_state import StepResult
 from megatron_ds.training.rerun import Difference, Finding, Rerun, differences
 
 NAN = math.nan
-LOSS, BIAS, WEIGHT = "the loss of micro-batch 1", "the gradient of bias", "the gradient of weight"
+LOSS = "the loss of micro-batch 1"
+BIAS = "the gradient of bias"
+WEIGHT = "the gradient of weight"
 STATUSES = {
     "rank-at-fault": ExitCode.FAULTY_RANK,
     "weights-not-finite-in-step": ExitCode.SKIPPED_STEPS,
@@ -82,11 +84,14 @@ def test_the_cause_follows_from_what_the_ranks_found(
     """Claim (non-finite): the rank whose value is the worse one is named among any number of
     data-parallel ranks, with its host"""
     findings = [finding(rank, **of_rank.get(rank, {})) for rank in range(3)]
-    bad, status, text = StepResult(NAN, NAN, skipped=True), None, ""
+    bad = StepResult(NAN, NAN, skipped=True)
+    status = None
+    text = ""
     try:
         rerun()._conclude(7, bad, findings, repeated)
     except RunAborted as error:
-        status, text = error.code, str(error)
+        status = error.code
+        text = str(error)
     assert status == STATUSES.get(code)
     text += capsys.readouterr().out
     assert "iteration 7: the gradient is not finite" in text
@@ -98,7 +103,8 @@ def test_overflows_of_a_dynamic_loss_scale_are_expected() -> None:
     skipped = StepResult(1.0, math.inf, skipped=True, loss_scale=4.0)
     spent = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0, loss_scale_exhausted=True)
     spike = StepResult(9.0, 1.0, skipped=True, loss_scale=4.0, is_spike=True)
-    dynamic, static = rerun(), rerun(fp16=True, loss_scale=4.0)
+    dynamic = rerun()
+    static = rerun(fp16=True, loss_scale=4.0)
     assert [dynamic._is_bad(result) for result in (skipped, spent, spike)] == [False, True, True]
     assert static._is_bad(skipped)
     assert not static._is_bad(StepResult(1.0, 1.0, loss_scale=4.0))

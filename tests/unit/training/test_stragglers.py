@@ -6,7 +6,7 @@ Claim (logging): `--log-straggler` names the ranks and hosts that wait least for
 from __future__ import annotations
 
 from megatron_ds.config import ProfilingConfig
-from megatron_ds.training.loggers.selection import time_details
+from megatron_ds.training.loggers.console import time_details
 
 TIMES = {"step": [10.0, 10.0, 10.0, 10.5], "communication": [6.0, 6.0, 2.0, 6.5]}
 HOSTS = ["a", "a", "b", "b"]

@@ -15,10 +15,7 @@ from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.loggers.tensorboard_logger import SETTINGS_FILE, TensorBoard
 from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, StepRecord, TaskRecord
-from tests.tables import tables
 from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results
-
-TABLES = tables(__file__)
 
 MEMORY = {"mem-reserved-bytes": 5, "mem-allocated-bytes": 4, "mem-allocated-count": 3}
 
@@ -89,7 +86,17 @@ def test_points_have_their_counts(tmp_path: Path) -> None:
     assert found["iteration-time/tokens per second per replica"] == [(1, 32.0), (2, 32.0)]
 
 
-@pytest.mark.parametrize(("flag", "prefix"), TABLES["tags"])
+@pytest.mark.parametrize(
+    ("flag", "prefix"),
+    [
+        ("log_learning_rate_to_tensorboard", "learning-rate/"),
+        ("log_loss_scale_to_tensorboard", "loss-scale/"),
+        ("log_batch_size_to_tensorboard", "batch-size/"),
+        ("log_world_size_to_tensorboard", "world-size/"),
+        ("log_memory_to_tensorboard", "mem-"),
+        ("log_timers_to_tensorboard", "iteration-time/"),
+    ],
+)
 def test_flags_select_tags(tmp_path: Path, flag: str, prefix: str) -> None:
     """`test_the_tags_are_the_documented_ones` sets all of them."""
     write(tmp_path, step(1, loss_scale=8.0), interval(1), **{flag: False})

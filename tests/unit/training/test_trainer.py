@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -17,6 +18,7 @@ from torch._dynamo.utils import counters
 
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets
+from megatron_ds.data.sample import NO_MARKS
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.evaluation.in_training import Result, Stopped
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
@@ -27,24 +29,35 @@ from megatron_ds.training.exit_conditions import StopDecision
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
 from megatron_ds.training.trainer import Trainer
-from tests.tables import tables
 
-TABLES = tables(__file__)
-
-FIRST_STEP, STEP, EVALUATION, SAVE = 60.0, 2.0, 1000.0, 500.0
-SETTINGS = TABLES["settings"]
+FIRST_STEP = 60.0
+STEP = 2.0
+EVALUATION = 1000.0
+SAVE = 500.0
+SETTINGS = {
+    "seq_length": 8,
+    "micro_batch_size": 2,
+    "global_batch_size": 4,
+    "train_iters": 6,
+    "lr": 1.0,
+    "num_workers": 0,
+    "save": "nowhere",
+    "save_interval": 3,
+    "log_interval": 2,
+}
 
 
 class World:
     """A clock and the parts of a run that advance it."""
 
     def __init__(self, compiles_in: int | None = None) -> None:
-        self.now, self.taken, self.compiles_in = 0.0, 0, compiles_in
+        self.now = 0.0
+        self.taken = 0
+        self.compiles_in = compiles_in
         self.saves: list[int] = []
         self.saves_after_skip: list[int] = []
         self.skipped: frozenset[int] = frozenset()
         self.diverges_in = 10
-        self.newest = "global_step3"
         self.evaluations = 0
 
     def clock(self) -> float:
@@ -110,7 +123,8 @@ def make_trainer(
         changes: Changed fields of the configuration.
     """
     exits = MagicMock()
-    exits.after_step.return_value = exits.external_stop.return_value = None
+    exits.after_step.return_value = None
+    exits.external_stop.return_value = None
     return Trainer(
         config=Config().with_values({**SETTINGS, **changes}),
         mesh=mesh or Mesh.single(),
@@ -123,11 +137,10 @@ def make_trainer(
             mean_over_dp=mean_over_dp,
             loggers=[logger],
         ),
-        checkpoints=parts,
+        checkpoints=SimpleNamespace(saving=parts, newest="global_step3"),
         exits=exits,
         state=state or TrainState(),
         total_iterations=6,
-        eod=None,
         report=MagicMock(),
         clock=parts.clock,
         tasks=tasks,
@@ -220,7 +233,9 @@ def test_the_last_validation_is_computed_once_and_logged_twice(
     world = World()
     run(monkeypatch, world)
     assert logged == [
-        *("iteration 2", "iteration 4", "iteration 6"),
+        "iteration 2",
+        "iteration 4",
+        "iteration 6",
         "the end of training for val data",
     ]
     assert world.evaluations == 3
@@ -247,10 +262,13 @@ def test_tasks_are_evaluated_at_their_interval_and_at_the_end(
 ) -> None:
     """Claim (serving): tasks are evaluated at the same iterations after a resume, and a request to
     stop interrupts them"""
-    world, logger, tasks = World(), MagicMock(spec=Logger), Tasks()
+    world = World()
+    logger = MagicMock(spec=Logger)
+    tasks = Tasks()
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
     intervals = {"eval_interval": 2, "eval_tasks_interval": interval}
-    data, state = Datasets(cast("Any", world)), TrainState(iteration=start)
+    data = Datasets(cast("Any", world))
+    state = TrainState(iteration=start)
     make_trainer(world, logger, data=data, state=state, tasks=tasks, **intervals).run()
     records = [call.args[0] for call in logger.log_task.call_args_list]
     assert [(each.iteration, each.task, each.metrics) for each in records] == [
@@ -266,7 +284,9 @@ def test_a_request_to_stop_interrupts_the_evaluation_of_tasks(
 ) -> None:
     """Claim (serving): tasks are evaluated at the same iterations after a resume, and a request to
     stop interrupts them"""
-    world, logger, tasks = World(), MagicMock(spec=Logger), Tasks()
+    world = World()
+    logger = MagicMock(spec=Logger)
+    tasks = Tasks()
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
     data = Datasets(cast("Any", world))
     trainer = make_trainer(world, logger, data=data, tasks=tasks, eval_interval=2)
@@ -298,7 +318,9 @@ class Reader:
     """An engine that reads its micro-batches; the loss of each is its first sample's number."""
 
     clock = staticmethod(itertools.count(0.0).__next__)
-    save = close = advance = staticmethod(lambda *_, **__: None)
+    save = staticmethod(lambda *_, **__: None)
+    close = save
+    advance = save
     has_finite_weights = staticmethod(lambda: True)
 
     def __init__(self) -> None:
@@ -323,7 +345,10 @@ def first_samples(batches: Iterator[Any], count: int) -> list[int]:
 class Numbers:
     """A dataset whose samples contain their position, plus `first`."""
 
-    seq_length, vocab_size, cache, marks_ends = 8, 10_000, None, False
+    seq_length = 8
+    vocab_size = 10_000
+    cache = None
+    marks = NO_MARKS
 
     def __init__(self, first: int) -> None:
         self._first = first
@@ -334,8 +359,8 @@ class Numbers:
     def __getitem__(self, position: int) -> Any:
         return np.full(self.seq_length + 1, self._first + position)
 
-    def read_into(self, position: int, row: Any) -> None:
-        row[:] = self[position]
+    def read_into(self, position: int, ids: Any, marks: Any = None) -> None:
+        ids[:] = self[position]
 
     def sample_id(self, position: int) -> str:
         return str(position)
@@ -347,7 +372,8 @@ def test_each_data_parallel_rank_reads_its_own_samples(rank: int) -> None:
 
     Claim (parallel): evaluations read each rank's own samples and average over all ranks
     """
-    reader, logger = Reader(), MagicMock(spec=Logger)
+    reader = Reader()
+    logger = MagicMock(spec=Logger)
     make_trainer(
         reader,
         logger,
@@ -380,7 +406,8 @@ def test_each_data_parallel_rank_reads_its_own_samples(rank: int) -> None:
 
 def test_an_evaluation_weights_every_token_of_all_ranks_equally() -> None:
     """With a loss of each token, ranks may have counted different numbers of them."""
-    ranks, sent = [LossSum(6.0, 3.0), LossSum(1.0, 1.0)], list[list[float]]()
+    ranks = [LossSum(6.0, 3.0), LossSum(1.0, 1.0)]
+    sent = list[list[float]]()
 
     def send(values: list[float]) -> list[float]:
         sent.append(values)
@@ -401,11 +428,12 @@ def test_an_evaluation_weights_every_token_of_all_ranks_equally() -> None:
                 patch.setattr(trainer, "_batches", lambda *_: MagicMock())
                 loss = trainer._mean_loss(MagicMock())
             expected = own.total / own.weight if mean_over_dp is send else 7.0 / 4.0
-            assert loss == (expected, None)
+            assert loss == (expected, {})
 
 
 def test_a_bad_step_is_repeated_with_the_samples_of_the_next_rank() -> None:
-    reader, mesh = Reader(), dataclasses.replace(Mesh.single(), dp=Group((0, 1), 1, None))
+    reader = Reader()
+    mesh = dataclasses.replace(Mesh.single(), dp=Group((0, 1), 1, None))
     data = Datasets(train=Numbers(0), progress=MagicMock())
     trainer = make_trainer(cast(Any, reader), MagicMock(spec=Logger), data=data, mesh=mesh)
     read = [first_samples(trainer.rerun.batches_of(12, shift), 2) for shift in (0, 1)]
@@ -435,15 +463,17 @@ def test_bits_per_byte_are_those_of_the_counted_tokens_of_all_ranks() -> None:
             patch.setattr(trainer, "_batches", lambda *_, batches=batches: batches)
             assert trainer._mean_loss(MagicMock()) == (
                 1.0,
-                pytest.approx(14.0 / (2 * counted) / math.log(2)),
+                {"bits_per_byte": pytest.approx(14.0 / (2 * counted) / math.log(2))},
             )
 
 
 def test_samples_of_skipped_iterations_are_not_trained_on(capsys: Any) -> None:
     """Claim (non-finite): the samples of `--skip-train-iteration-range` are not trained on, and
     only the position in the data advances"""
-    reader, logger = Reader(), MagicMock(spec=Logger)
-    data, skipped = Datasets(train=Numbers(0), progress=MagicMock()), ("4-5", "1", "5-9")
+    reader = Reader()
+    logger = MagicMock(spec=Logger)
+    data = Datasets(train=Numbers(0), progress=MagicMock())
+    skipped = ("4-5", "1", "5-9")
     trainer = make_trainer(
         reader, logger, data=data, eval_iters=0, skip_train_iteration_range=skipped
     )

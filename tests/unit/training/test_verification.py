@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import with_tuples
 from megatron_ds.config.problems import UserError
 from megatron_ds.training.loggers.jsonl_logger import to_line
-from megatron_ds.training.record_comparison import MISSING, compare, continued
-from megatron_ds.training.recorded_run import check_record
-from megatron_ds.training.verification import Segment, Trust, plan, replay_config, verify
+from megatron_ds.training.replay.record_comparison import DECAY, MISSING, compare, continued
+from megatron_ds.training.replay.recorded_run import check_record
+from megatron_ds.training.replay.verification import Segment, Trust, plan, replay_config, verify
 from tests.problems import raises_problem
 
 RECORD: dict[str, Any] = {
@@ -77,8 +78,11 @@ def test_differences_are_relative_to_norms() -> None:
 
 def test_weight_decay_shows_in_the_direction_of_the_update() -> None:
     """A decay of 0.002 of an update that is orthogonal to the weights changes its norm by 2e-6."""
-    weights, update, decay = 1.0, 0.01, 0.002
-    run, replay = copy.deepcopy(RECORD), copy.deepcopy(RECORD)
+    weights = 1.0
+    update = 0.01
+    decay = 0.002
+    run = copy.deepcopy(RECORD)
+    replay = copy.deepcopy(RECORD)
     for record, shrinks in ((run, decay), (replay, 0.0)):
         along = weights - update * shrinks
         record["weights"]["head.w"][0] = weights
@@ -87,6 +91,56 @@ def test_weight_decay_shows_in_the_direction_of_the_update() -> None:
     sizes = {item.where: item.size for item in compare(run, replay) if item.cause == "update"}
     assert sizes["head.w: norm"] < 3e-6
     assert sizes["head.w: direction"] == pytest.approx(2 * decay, rel=0.01)
+
+
+def half_precision_records(
+    decay: float, rounding: float, seed: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Records of a step and its replay, in which rounding turns each update by itself.
+
+    Args:
+        decay: Weight decay of the run; its replay has 0.1.
+        rounding: Norm of what rounding adds to an update, relative to it.
+        seed: Of what rounding adds.
+    """
+    draw = random.Random(seed)
+    rate = 3e-4
+    run = copy.deepcopy(RECORD)
+    replay = copy.deepcopy(RECORD)
+    for record, wd in ((run, decay), (replay, 0.1)):
+        for key in ("weights", "updated", "update", "gradients"):
+            record[key] = {}
+        for layer in range(6):
+            for name, elements, std in (("fc_in", 65536, 0.02), ("fc_out", 65536, 0.006)):
+                weights = std * elements**0.5
+                update = rate * elements**0.5
+                along = rounding * update * draw.gauss(0, 1) / elements**0.5 - rate * wd * weights
+                record["weights"][f"{layer}.{name}.weight"] = [weights, 0.0]
+                record["updated"][f"{layer}.{name}.weight"] = [
+                    math.hypot(weights + along, update),
+                    0.0,
+                ]
+                record["update"][f"{layer}.{name}.weight"] = math.hypot(update, along)
+    return run, replay
+
+
+def test_another_decay_of_all_weights_shows_beyond_rounding() -> None:
+    """Claim (logging): a replay names a weight decay of 0 for one of 0.1 in half precision, where
+    it is within the rounding of each single weight, and rounding alone is no such difference"""
+
+    def sizes(decay: float, rounding: float, seed: int) -> tuple[float, float]:
+        records = half_precision_records(decay, rounding, seed)
+        found = {item.where: item.size for item in compare(*records)}
+        single = max(size for name, size in found.items() if name.endswith("direction"))
+        return found[DECAY], single
+
+    for seed in range(100):
+        decayed = sizes(0.0, 0.05, seed)
+        rounded = sizes(0.1, 1.0, seed)
+        assert rounded[0] < 1e-3 < decayed[0]
+        assert decayed[1] < rounded[1]
+    assert sizes(0.1, 0.0, 0) == (0.0, 0.0)
+    assert sizes(0.0, 0.0, 0)[0] == pytest.approx(2.6e-3, rel=0.1)
 
 
 def test_compiled_layers_have_no_values() -> None:
@@ -104,8 +158,15 @@ def test_compiled_layers_have_no_values() -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("loss", "grad_norm", "skipped", "samples/9", "random/embedding", "weights/head.w"),
-        *("gradients/head.w", "updated/head.w", "update/head.w"),
+        "loss",
+        "grad_norm",
+        "skipped",
+        "samples/9",
+        "random/embedding",
+        "weights/head.w",
+        "gradients/head.w",
+        "updated/head.w",
+        "update/head.w",
     ],
 )
 def test_a_value_that_is_missing_or_null_differs(path: str, is_compiled: bool) -> None:
@@ -319,11 +380,23 @@ def test_a_record_names_what_its_reader_allows(
 
 
 def test_a_replay_injects_no_errors(tmp_path: Path) -> None:
-    """Groups of settings that are not the step's are left out of a replay, rerun's too."""
-    config = run_of(rerun_mode="validate_results", error_injection_rate=3, tensorboard_dir="x")
-    segment = Segment(0, config, 0, 1, [2])
+    """Settings that decide the layout, what is observed or files are left out of a replay."""
+    config = run_of(
+        rerun_mode="validate_results",
+        error_injection_rate=3,
+        tensorboard_dir="x",
+        tensor_model_parallel_size=2,
+        data_cache_path="cache",
+        fim_data=True,
+        fim_pad_token="<pad>",
+        max_consecutive_skipped_steps=2,
+    )
+    segment = Segment(0, config, 0, 2, [2])
     replay = replay_config(tmp_path, segment, tmp_path, TRUSTED)
     assert (replay.rerun, replay.logging.tensorboard_dir) == (Config().rerun, None)
+    assert replay.parallel == Config().parallel
+    assert (replay.data.fim_pad_token, replay.data.data_cache_path) == ("<pad>", "cache")
+    assert replay.precision.max_consecutive_skipped_steps == 0, "the run went on"
 
 
 def test_a_replay_that_fails(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def history(content: bytes) -> tuple[list[dict[str, object]], bool]:
     """The logged values of a file so far, and whether it holds the record of the run's end."""
     from wandb.proto import wandb_internal_pb2
 
-    rows, ended = [], False
+    rows = []
+    ended = False
     for data in log_records(content):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
@@ -78,7 +79,8 @@ def history(content: bytes) -> tuple[list[dict[str, object]], bool]:
 
 def log_records(content: bytes) -> Iterator[bytes]:
     """The complete records of LevelDB's log format: parts with checksum, length and type."""
-    position, record = 7, b""  # after the file's own header
+    position = 7
+    record = b""  # after the file's own header
     while position + 7 <= len(content):
         length, kind = struct.unpack("<HB", content[position + 4 : position + 7])
         if not kind or position + 7 + length > len(content):

@@ -47,7 +47,8 @@ class CompoundCommands:
     """
 
     def __init__(self, script: Script, conditions: Conditions) -> None:
-        self._script, self._conditions = script, conditions
+        self._script = script
+        self._conditions = conditions
 
     def run(self, first: str, live: bool) -> Result | None:
         """Runs a condition, loop, group or arithmetic, or skips it; None for other commands.
@@ -73,7 +74,8 @@ class CompoundCommands:
 
     def _group(self, live: bool) -> Result:
         tokens = self._script.tokens
-        first, conditions = self._script.take(), len(self._conditions.stack)
+        first = self._script.take()
+        conditions = len(self._conditions.stack)
         start = tokens.position
         self._conditions.subshells += first == "("
         try:
@@ -95,7 +97,8 @@ class CompoundCommands:
         result: Result = True, ""
         is_of_files = False
         while (word := self._script.take()) in ("if", "elif", "else"):
-            line, start = tokens.line, tokens.position
+            line = tokens.line
+            start = tokens.position
             status = True if word == "else" else self._script.run(("then",), live)[0]
             is_of_files |= live and self._conditions.last.asks_for_files
             written = word + tokens.rest_of_line(start).removesuffix("; then")
@@ -110,8 +113,10 @@ class CompoundCommands:
 
     def _while(self, live: bool) -> Result:
         tokens = self._script.tokens
-        line, start = tokens.line, tokens.position
-        written, output = tokens.rest_of_line(start), ""
+        line = tokens.line
+        start = tokens.position
+        written = tokens.rest_of_line(start)
+        output = ""
         word = self._script.take()
         start = tokens.position
         for _ in range(MOST_REPETITIONS):
@@ -135,12 +140,12 @@ class CompoundCommands:
 
     def _for(self, live: bool) -> Result:
         tokens = self._script.tokens
-        line, written = (
-            tokens.line,
-            tokens.rest_of_line(tokens.position),
-        )
-        is_known, output = self._script.take() == "for", ""
-        name, values = self._script.take(), list(self._script.variables.arguments[1:])
+        line = tokens.line
+        written = tokens.rest_of_line(tokens.position)
+        is_known = self._script.take() == "for"
+        output = ""
+        name = self._script.take()
+        values = list(self._script.variables.arguments[1:])
         is_known &= not name.startswith("((")
         if tokens.peek() == "in":
             self._script.take()
@@ -152,10 +157,8 @@ class CompoundCommands:
         while tokens.peek() in (";", "\n"):
             self._script.take()
         self._script.take()
-        start, is_known = (
-            tokens.position,
-            is_known and not any(map(OPENED.search, values)),
-        )
+        start = tokens.position
+        is_known = is_known and not any(map(OPENED.search, values))
         if live and not is_known:
             self._script.unread(written, "not read", line)
         if not live or not is_known or not values:
@@ -173,7 +176,9 @@ class CompoundCommands:
     def _body(self, live: bool) -> tuple[Leave | None, str]:
         """Runs the commands of a loop once; returns what has ended it, and the output."""
         tokens = self._script.tokens
-        start, leave, output = tokens.position, None, ""
+        start = tokens.position
+        leave = None
+        output = ""
         conditions = len(self._conditions.stack)
         self._conditions.loops += 1
         try:
@@ -192,10 +197,8 @@ class CompoundCommands:
 
     def _case(self, live: bool) -> Result:
         tokens = self._script.tokens
-        line, written = (
-            tokens.line,
-            tokens.rest_of_line(tokens.position),
-        )
+        line = tokens.line
+        written = tokens.rest_of_line(tokens.position)
         self._script.take()
         value = without_unset(self._script.words.text(self._script.take())) if live else ""
         if live and OPENED.search(value):

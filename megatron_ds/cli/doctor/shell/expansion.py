@@ -37,7 +37,7 @@ def changed(value: str, operator: str, word: str) -> str | None:
 
     Args:
         value: The value.
-        operator: What is between the name and the word.
+        operator: Operator between the name and the word.
         word: The expanded word, in which quoted characters are marked.
     """
     if OPENED.search(value + word):
@@ -73,7 +73,8 @@ def _replaced(value: str, word: str, *, everywhere: bool) -> str | None:
 def sliced(values: Sequence[str], word: str) -> list[str] | None:
     """The characters or elements of `${NAME:start:count}`; None if these are not known."""
     start, *rest = word.split(":")
-    first, count = arithmetic(start), arithmetic(rest[0]) if rest else len(values)
+    first = arithmetic(start)
+    count = arithmetic(rest[0]) if rest else len(values)
     if first is None or count is None or len(rest) > 1:
         return None
     first = max(0, first + len(values)) if first < 0 else first

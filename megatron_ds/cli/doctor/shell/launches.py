@@ -44,7 +44,8 @@ class Launches:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._launcher: list[str] = []
-        """What is in front of a shell whose script is read."""
+        """Words of the command in front of a shell whose script is being read, such as a
+        launcher."""
 
     def start(self, fields: list[str], text: str, line: int, text_line: int) -> Result:
         """Reads the script that a shell or Slurm gets, or notes the program.
@@ -65,7 +66,8 @@ class Launches:
             if base == "sbatch":
                 return self._submit(fields[index:], text, line, text_line)
             if is_shell and options:
-                launcher, command = fields[:index], "".join(rest[options[0] :][:1])
+                launcher = fields[:index]
+                command = "".join(rest[options[0] :][:1])
                 return self._read(command, line, launcher)
             if is_shell and text and LOST not in text and all(w[0] in "-+" for w in rest if w):
                 return self._read(text, text_line, fields[:index])
@@ -116,7 +118,8 @@ class Launches:
 
     def _submit(self, words: list[str], text: str, line: int, text_line: int) -> Result:
         """Reads the script that sbatch gets as a file, in --wrap, or as its input."""
-        outside, self._launcher = self._launcher, []
+        outside = self._launcher
+        self._launcher = []
         try:
             for index, word in enumerate(words[1:], 1):
                 name, equals, command = word.partition("=")

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import re
 
-UNKNOWN, QUOTED = 0xF0000, 0x100000
-"""Planes for what is known only when the script runs, as it is written, and for quoted text."""
-FIELD, EMPTY, LOST = "\U000f0000", "\U000f0001", "\U000f0002"
-"""Between the elements of a list, in place of a quoted text that is empty, and of an output."""
+UNKNOWN = 0xF0000
+"""Plane for what is known only when the script runs, as it is written."""
+QUOTED = 0x100000
+"""Plane for quoted text."""
+FIELD = "\U000f0000"
+"""Separates the elements of a list."""
+EMPTY = "\U000f0001"
+"""Replaces a quoted text that is empty."""
+LOST = "\U000f0002"
+"""Replaces an output."""
 OPENED = re.compile("[\U000f0003-\U000fffff]+")
 NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])", re.ASCII)
 
 
 def unmarked(text: str) -> str:
-    """A text in which what has no value stays as it is written."""
+    """Expands variables; undefined ones are left verbatim."""
     return moved(text, UNKNOWN, 0)
 
 

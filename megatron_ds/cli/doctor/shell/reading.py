@@ -1,4 +1,4 @@
-"""What is found in a script, and how much of it is read."""
+"""Commands found in a script, and limits on how much of it is read."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Reading:
 
     Attributes:
         started: The programs with their arguments and places, in order.
-        files: By path, the text that is written to a file; None if it is not known.
+        files: Text that is written to a file, by path; None if it is unknown.
         unread: Constructs that were not read, with their places, and how they are taken.
         unset: Variables that nothing sets, with the place of their first use.
-        job_options: By place of a program, the options of the Slurm job that the script submits
-            and that starts it.
+        job_options: Options of the Slurm job that the script submits and that starts a program, by
+            place of the program.
     """
 
     started: list[tuple[list[str], str]] = field(default_factory=list)

@@ -31,8 +31,10 @@ from megatron_ds.cli.doctor.shell.words import Words
 REDIRECTION = re.compile(r"\d*[<>](?!\()|&>")
 FUNCTION = re.compile(r"(?:function\s+([\w-]+)(?:\s*\(\s*\))?|([\w-]+)\s*\(\s*\))\s*")
 END = re.compile(r"(?:\s|;|\)|#[^\n]*|(?:fi|esac|done|exit \S+)\b|\})*+")
-"""What is left of a script that ends where it is written to end."""
-PIPES, CHAINS = ("|", "|&"), ("&&", "||")
+"""Matches the remainder of a script after its last command: separators, comments and closing
+keywords."""
+PIPES = ("|", "|&")
+CHAINS = ("&&", "||")
 JOINTS = ("\n", ";", ";;", ";&", ";;&", "&", *CHAINS, *PIPES, ")")
 SCRIPTS = WORDS["scripts"]
 DEPTH = 20
@@ -51,11 +53,15 @@ class Shell:
     """
 
     def __init__(self, path: str, variables: dict[str, str], arguments: Sequence[str] = ()) -> None:
-        self.reading, self.variables = Reading(), Variables(variables, [path, *arguments])
+        self.reading = Reading()
+        self.variables = Variables(variables, [path, *arguments])
         self.job_options: list[str] = []
         self._given = frozenset(variables)
-        self.tokens, self.path, self._depth = Tokens(""), path, 0
-        self.words, self._budget = Words(self), Budget()
+        self.tokens = Tokens("")
+        self.path = path
+        self._depth = 0
+        self.words = Words(self)
+        self._budget = Budget()
         self._functions: dict[str, tuple[Tokens, str]] = {}
         self._conditions = Conditions()
         self._commands = SimpleCommands(self, self._conditions)
@@ -129,7 +135,8 @@ class Shell:
         conditions = len(self._conditions.stack)
         loops = self._conditions.loops
         self._conditions.loops = loops if is_same_shell else 0
-        self.tokens, self.words.lines = tokens, 0
+        self.tokens = tokens
+        self.words.lines = 0
         self._depth += 1
         try:
             return action()
@@ -153,14 +160,18 @@ class Shell:
     def run(self, ends: Collection[str], live: bool = True) -> Result:
         """Runs the commands up to one of these words; skips them if they are not `live`."""
         result: Result = True, ""
-        joint, is_skipped, before = "", False, ""
+        joint = ""
+        is_skipped = False
+        before = ""
         while (word := self.tokens.peek()) and word not in ends:
             if word in JOINTS or word in ("do", "then"):
                 self.take()
                 if word != "\n" or joint not in (*CHAINS, *PIPES):
                     joint = word
                 continue
-            is_piped, is_chained, condition = joint in PIPES, joint in CHAINS, self._conditions.last
+            is_piped = joint in PIPES
+            is_chained = joint in CHAINS
+            condition = self._conditions.last
             if not is_piped:  # what is not executed is taken to succeed
                 is_skipped = is_chained and (joint == "||") is (result[0] is not False)
                 before = result[1]
@@ -173,22 +184,25 @@ class Shell:
                 self._conditions.join(condition)
             if acts:
                 result = status, before + output
-            live, self._conditions.is_left = (
-                live and (is_chained or not self._conditions.is_left),
-                False,
-            )
+            live = live and (is_chained or not self._conditions.is_left)
+            self._conditions.is_left = False
             joint = ""
         return result
 
     def _command(self, live: bool, text: str) -> Result:
         """Runs a command with a text as its input."""
-        first, line, start = self.tokens.peek(), self.tokens.line, self.tokens.position
+        first = self.tokens.peek()
+        line = self.tokens.line
+        start = self.tokens.position
         if first == "!":
             self.take()
             status, output = self._command(live, text)
             return INVERSE.get(status), output
         result = self._compound(first, live)
-        fields, targets, last, text_line = list[str](), list[str](), "", line
+        fields = list[str]()
+        targets = list[str]()
+        last = ""
+        text_line = line
         while (word := self.tokens.peek()) and (
             word not in JOINTS or (first == "[[" and last != "]]")
         ):
@@ -209,7 +223,8 @@ class Shell:
                 fields += self.words.fields(word)
         if not live:
             return None, LOST
-        self.tokens.line, ended = line, self.tokens.line
+        ended = self.tokens.line
+        self.tokens.line = line
         status, output = result or self._commands.run(fields, text, text_line)
         for path in targets:
             self._write(path, output, start)
@@ -264,7 +279,7 @@ class Shell:
         return END.fullmatch(self.tokens.text, self.tokens.position) is not None
 
     def call(self, fields: list[str], text: str) -> Result | None:
-        """Runs a function; None if there is none of this name."""
+        """Runs a function of the script; None if the script defines no function of this name."""
         if fields[0] not in self._functions:
             return None
         tokens, path = self._functions[fields[0]]

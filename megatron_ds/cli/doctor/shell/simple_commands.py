@@ -20,14 +20,16 @@ class End(Exception):
     """The script, or with `is_return` the function or file, ends with this status."""
 
     def __init__(self, status: bool | None, *, is_return: bool) -> None:
-        self.status, self.is_return = status, is_return
+        self.status = status
+        self.is_return = is_return
 
 
 class Leave(Exception):
     """So many loops end; with `repeats` the last one continues with its next repetition."""
 
     def __init__(self, loops: int, *, repeats: bool) -> None:
-        self.loops, self.repeats = loops, repeats
+        self.loops = loops
+        self.repeats = repeats
 
 
 class Script(launches.Script, Protocol):
@@ -41,7 +43,7 @@ class Script(launches.Script, Protocol):
         """Whether nothing of the script is left."""
 
     def call(self, fields: list[str], text: str) -> Result | None:
-        """Runs a function; None if there is none of this name."""
+        """Runs a function of the script; None if the script defines no function of this name."""
 
     def spend(self, characters: int = 0, steps: int = 0) -> None:
         """Takes from what may be read."""
@@ -56,11 +58,12 @@ class SimpleCommands:
     """
 
     def __init__(self, script: Script, conditions: Conditions) -> None:
-        self._script, self._conditions = script, conditions
+        self._script = script
+        self._conditions = conditions
         self._launches = Launches(script)
 
     def run(self, fields: list[str], text: str, text_line: int) -> Result:
-        """Runs a command that is no compound one."""
+        """Runs a simple command."""
         line = self._script.line
         while fields and (fields[0] in WORDS["prefixes"] or ASSIGNMENT.match(fields[0])):
             is_query = fields[:1] == ["command"] and fields[1:2] in (["-v"], ["-V"])
@@ -153,16 +156,36 @@ class SimpleCommands:
         return "".join(texts)
 
 
-def _base_name(path: str, suffix: str) -> str:
-    return os.path.basename(path).removesuffix(suffix)
+def _silent(_: list[str]) -> str:
+    return ""
+
+
+def _absolute(paths: list[str]) -> str:
+    return os.path.abspath("".join(paths[-1:]))
+
+
+def _base_name(words: list[str]) -> str:
+    return os.path.basename("".join(words[:1])).removesuffix("".join(words[1:2]))
+
+
+def _folder_name(paths: list[str]) -> str:
+    return os.path.dirname("".join(paths[:1])) or "."
+
+
+def _echo(words: list[str]) -> str:
+    return re.sub(r"(-[neE]+ )*", "", " ".join(words), count=1) + "\n"
+
+
+def _working_folder(_: list[str]) -> str:
+    return "."
 
 
 PROGRAMS: dict[str, Callable[[list[str]], str]] = {
-    **dict.fromkeys((*WORDS["silent"], "false"), lambda _: ""),
-    **dict.fromkeys(("readlink", "realpath"), lambda paths: os.path.abspath("".join(paths[-1:]))),
-    "basename": lambda words: _base_name("".join(words[:1]), "".join(words[1:2])),
-    "dirname": lambda paths: os.path.dirname("".join(paths[:1])) or ".",
-    "echo": lambda words: re.sub(r"(-[neE]+ )*", "", " ".join(words), count=1) + "\n",
-    "pwd": lambda _: ".",
+    **dict.fromkeys((*WORDS["silent"], "false"), _silent),
+    **dict.fromkeys(("readlink", "realpath"), _absolute),
+    "basename": _base_name,
+    "dirname": _folder_name,
+    "echo": _echo,
+    "pwd": _working_folder,
 }
 """Programs whose output follows from their arguments."""

@@ -20,7 +20,9 @@ def job_options(text: str) -> tuple[list[str], list[tuple[int, str]]]:
     As Slurm reads them: in the lines that begin with #SBATCH before the first command; a # outside
     of quotes begins a comment.
     """
-    options, unread, is_behind = list[str](), list[tuple[int, str]](), False
+    options = list[str]()
+    unread = list[tuple[int, str]]()
+    is_behind = False
     for row, line in enumerate(text.splitlines(), 1):
         match = SBATCH.match(line)
         if match is None:
@@ -53,5 +55,6 @@ def counts(words: Sequence[str]) -> dict[str, int]:
 
 def job_variables(options: Sequence[str]) -> dict[str, str]:
     """The variables that Slurm sets in a job with these options."""
-    known, of_slurm = counts(options), read_table(__file__)["variables"]
-    return {name: str(known[unit]) for name, unit in of_slurm.items() if unit in known}
+    known = counts(options)
+    units = read_table(__file__)["variables"]
+    return {name: str(known[unit]) for name, unit in units.items() if unit in known}

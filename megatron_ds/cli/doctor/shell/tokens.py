@@ -31,7 +31,9 @@ class Tokens:
     """
 
     def __init__(self, text: str, first: int = 1) -> None:
-        self.text, self.position, self.line = text.replace("\r\n", "\n"), 0, first
+        self.text = text.replace("\r\n", "\n")
+        self.position = 0
+        self.line = first
         self._first = first
         self._breaks = [match.start() for match in re.finditer("\n", self.text)]
         self._documents: tuple[int, int] | None = None
@@ -60,10 +62,11 @@ class Tokens:
         return result
 
     def go(self, position: int) -> None:
-        self.position, self._documents = position, None
+        self.position = position
+        self._documents = None
 
     def rest_of_line(self, position: int) -> str:
-        """What is written between a position and the end of its line."""
+        """Text from a position to the end of its line."""
         end = self.text.find("\n", position)
         return self.text[position : len(self.text) if end < 0 else end]
 

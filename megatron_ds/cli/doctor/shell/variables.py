@@ -36,7 +36,7 @@ class Variables:
         return self.values.get(name)
 
     def state(self) -> tuple[object, ...]:
-        """What a repetition of the same commands depends on."""
+        """Snapshot of all state that determines what the same commands do when they run again."""
         return dict(self.values), self.arguments, self._place
 
     def shift(self, count: str) -> bool:
@@ -53,7 +53,7 @@ class Variables:
         Args:
             letters: The options; a colon follows each that has an argument.
             name: The variable.
-            arguments: What is read.
+            arguments: Arguments to read.
         """
         index, letter = self._place
         word = "".join(arguments[index - 1 : index])
@@ -61,7 +61,8 @@ class Variables:
             self.values["OPTIND"] = [str(index + (word == "--"))]
             self.values[name] = ["?"]
             return False
-        option, following = word[letter + 1], word[letter + 2 :]
+        option = word[letter + 1]
+        following = word[letter + 2 :]
         position = letters.lstrip(":").find(option) if option != ":" else -1
         takes_value = letters.lstrip(":")[position + 1 : position + 2] == ":"
         self.values[name] = ["?" if position < 0 else option]

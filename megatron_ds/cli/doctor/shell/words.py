@@ -11,7 +11,8 @@ from megatron_ds.cli.doctor.shell.tokens import PIECES
 from megatron_ds.cli.doctor.shell.variables import Variables
 
 CHARACTERS_OF_PART = 50
-"""Characters that a part of a word takes from what may be read, besides its own."""
+"""Characters that each part of a word costs in addition to its length, in the limit on what is
+read."""
 DEPTH = 20
 """Variables of variables that arithmetic follows."""
 
@@ -45,7 +46,8 @@ class Words:
     """
 
     def __init__(self, script: Script) -> None:
-        self._script, self.lines = script, 0
+        self._script = script
+        self.lines = 0
 
     def fields(self, word: str) -> list[str]:
         """The arguments that a word becomes."""
@@ -57,9 +59,11 @@ class Words:
 
     def expand(self, raw: str, *, quoted: bool = False) -> str:
         """Replaces what a word, or what is between double quotes, refers to."""
-        parts, lines = list[str](), self.lines
+        parts = list[str]()
+        lines = self.lines
         for match in PIECES[quoted].finditer(raw):
-            written, one = match[0], match[0][0]
+            written = match[0]
+            one = match[0][0]
             if one in '"$`':
                 self.lines = lines + raw.count("\n", 0, match.start())
             if one == "\\":
@@ -130,7 +134,7 @@ class Words:
     def _with_default(
         self, name: str, value: str | None, operator: str | None = None, word: str = ""
     ) -> str:
-        """A value, or what replaces it if there is none."""
+        """Value of a variable, or the replacement that the operator of the expansion selects."""
         if operator is None:
             if value is None:
                 self._script.note_unset(name)

@@ -1,7 +1,6 @@
 """Hugging Face's Trainer: fractions, schedules and what a model's config.json decides.
 
-Facts are those of transformers 5.23 (training_args.py, trainer.py, optimization.py). Knows no
-torch.
+Facts are from transformers 5.23 (training_args.py, trainer.py, optimization.py). Knows no torch.
 """
 
 from __future__ import annotations
@@ -145,7 +144,8 @@ def _sharding(settings: Settings) -> None:
 
 
 def _model(settings: Settings) -> None:
-    """What a new model of config.json has there: initial weights, losses of experts."""
+    """Records settings that transformers takes from config.json for a new model: standard deviation
+    of the initial weights, and losses of experts."""
     folder = settings.get("config_name")
     try:
         values = json.loads((Path(str(folder)) / "config.json").read_text("utf-8"))
@@ -174,7 +174,8 @@ def _router_loss(settings: Settings, values: Mapping[str, Any]) -> None:
             "--moe-aux-loss-coeff 0"
         )
         return
-    step, dense = values.get("decoder_sparse_step") or 1, values.get("mlp_only_layers") or []
+    step = values.get("decoder_sparse_step") or 1
+    dense = values.get("mlp_only_layers") or []
     every = range(1, (values.get("num_hidden_layers") or 1) + 1)
     layers = len([layer for layer in every if layer % step == 0 and layer - 1 not in dense])
     coefficient = values.get("router_aux_loss_coef", 0.001)

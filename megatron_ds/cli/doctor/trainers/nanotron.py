@@ -1,7 +1,7 @@
 """nanotron: experts, schedule, windows and weight decay, which follow from several keys.
 
-Facts are those of config/, nn/moe.py, models/qwen.py and helpers.py of commit 2411b022
-(2026-04-07). Knows no torch.
+Facts are from config/, nn/moe.py, models/qwen.py and helpers.py of commit 2411b022 (2026-04-07).
+Knows no torch.
 """
 
 from __future__ import annotations

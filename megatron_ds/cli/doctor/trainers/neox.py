@@ -1,7 +1,7 @@
 """gpt-neox: sizes, biases, initial weights, schedules and layers that follow from several keys.
 
-Facts are those of megatron/model and megatron/learning_rates.py of commit ea7aefd8 (2026-05-19).
-Knows no torch.
+Facts are from megatron/model and megatron/learning_rates.py of commit ea7aefd8 (2026-05-19). Knows
+no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ EXTRA = "deepspeed_extra_args."
 ATTENTION = ("global", "flash")
 """Types of `attention_config` that compute ordinary causal attention."""
 OLD_MULTIPLE = 256
-"""What the MLP's size was a multiple of before `mlp_multiple_of`, which is 1 by default."""
+"""Multiple to which old releases rounded the MLP's size, before `mlp_multiple_of` (default 1)
+existed."""
 GATED = {"swiglu": "swiglu", "geglu": "geglu", "reglu": "reglu", "bilinear": "liglu"}
 """Gated activations, with their names here."""
 
@@ -128,7 +129,8 @@ def _initial_weights(settings: Settings) -> None:
             "scaled_normal": normal / math.sqrt(2 * layers),
             "single_residual_scaled_normal": normal / math.sqrt(layers),
         }
-    std, residual = sizes.get(name), sizes.get(last)
+    std = sizes.get(name)
+    residual = sizes.get(last)
     if name == "xavier_uniform":
         settings.add("init-method-xavier-uniform")
     elif std is None or math.isnan(std):
@@ -153,9 +155,11 @@ def _schedule(settings: Settings) -> None:
     """The learning rate: `AnnealingLR` in megatron/learning_rates.py, and its callers."""
     style = str(settings.take("lr_decay_style", "linear")).lower()
     peak = settings.number("optimizer.params.lr", 0.001, keeps=True)
-    least, warmup = settings.number("min_lr", 0.0), settings.number("warmup", 0.01)
+    least = settings.number("min_lr", 0.0)
+    warmup = settings.number("warmup", 0.01)
     steps = settings.number("train_iters", keeps=True)
-    fraction, decay = settings.number("lr_decay_fraction"), settings.number("lr_decay_iters")
+    fraction = settings.number("lr_decay_fraction")
+    decay = settings.number("lr_decay_iters")
     if decay is None and fraction is not None and steps:
         decay = max(1, math.floor(steps * fraction))
     elif decay is None and fraction is not None:
@@ -243,7 +247,8 @@ def _flat(entry: object) -> list[str]:
 
 
 def _residual(settings: Settings) -> None:
-    is_parallel, is_tied = settings.take("gpt_j_residual"), settings.take("gpt_j_tied")
+    is_parallel = settings.take("gpt_j_residual")
+    is_tied = settings.take("gpt_j_tied")
     if is_parallel:
         settings.add("parallel-residual", "shared" if is_tied else "separate")
 

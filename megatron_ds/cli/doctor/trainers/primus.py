@@ -1,4 +1,5 @@
-"""Primus: what its switches turn off, and models that are no GPT. Knows no torch."""
+"""Primus: features that its switches turn off, and models that are not GPT models. Knows no
+torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def prepare(settings: Settings) -> None:
     if settings.get("recompute_num_layers") == 0:  # no layer is recomputed
         for key in ("recompute_num_layers", "recompute_granularity", "recompute_method"):
             settings.take(key)
-    model, spec = settings.take("model_type", "gpt"), settings.take("spec")
+    model = settings.take("model_type", "gpt")
+    spec = settings.take("spec")
     if model != "gpt":
         settings.lacking.append(f"model_type {model}: {NO_MODEL}")
     if spec is not None:

@@ -15,11 +15,11 @@ class Settings:
     """The keys of a file, and what they have become.
 
     Attributes:
-        values: By key, with the trainer's defaults. What is taken out is translated.
+        values: Values by key, with the trainer's defaults. Translated keys are removed.
         given: The keys that are in the file itself.
         flags: Arguments of pretrain_gpt.py.
-        differences: What has another meaning here, with both values.
-        lacking: What has no counterpart, with what to do.
+        differences: Settings with another meaning here, with both values.
+        lacking: Settings without a counterpart, with advice.
         unread: Keys that change neither the model nor what is learned.
     """
 
@@ -45,8 +45,8 @@ class Settings:
 
         Args:
             key: Its key, which is taken out.
-            default: Without the key, and for what is no number, which is named.
-            keeps: Leave the key, whose flag reports what is no number.
+            default: Value without the key, and for a text that is not a number, which is reported.
+            keeps: Keep the key, whose flag reports a text that is not a number.
         """
         value = self.get(key) if keeps else self.take(key)
         try:

@@ -1,7 +1,7 @@
 """torchtitan: the schedule, and what follows from several keys, of its files in TOML.
 
-Facts are those of config/job_config.py and components/ of v0.2.2 (2026-02), the last release with
-such files. Knows no torch.
+Facts are from config/job_config.py and components/ of v0.2.2 (2026-02), the last release with such
+files. Knows no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def prepare(settings: Settings) -> None:
     shards = settings.number("parallelism.data_parallel_shard_degree", -1)
     stages = settings.number("parallelism.pipeline_parallel_degree", 1, keeps=True)
     settings.add("zero-stage", 1 if shards == 1 or stages > 1 else 3)
-    dtype, other = settings.take("training.dtype"), settings.get("training.mixed_precision_param")
+    dtype = settings.take("training.dtype")
+    other = settings.get("training.mixed_precision_param")
     if dtype == "bfloat16":
         settings.flags += ["--bf16-master-weights"] + ["--bf16"] * (other != "bfloat16")
     converters: Any = settings.take("model.converters", [])
@@ -52,9 +53,9 @@ def prepare(settings: Settings) -> None:
 def _schedule(settings: Settings) -> None:
     """The learning rate: `build_lr_schedulers` in components/lr_scheduler.py.
 
-    Step k of a warmup of W steps has k / W of the rate, and the decay begins after step W + 1.
-    Here step k has position k - 1, so that a warmup of W - 1 steps which starts with 1 / W of the
-    rate, and a decay over the last steps, have the same rates.
+    There, step k of a warmup of W steps has k / W of the learning rate, and the decay begins after
+    step W + 1. Here step k has position k - 1, so a warmup of W - 1 steps that starts at 1 / W of
+    the learning rate, and a decay over the last steps, give the same learning rates.
     """
     style = str(settings.take("lr_scheduler.decay_type", "linear"))
     rate = settings.number("optimizer.lr", 8e-4, keeps=True)

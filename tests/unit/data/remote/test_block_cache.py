@@ -85,7 +85,8 @@ def test_blocks_that_were_not_used_go_first(cache: BlockCache) -> None:
 
 def test_a_file_is_complete_until_a_block_of_it_is_removed(cache: BlockCache) -> None:
     cache.limit = 110 * BLOCK
-    file, other = new_file(cache, "a"), new_file(cache, "b")
+    file = new_file(cache, "a")
+    other = new_file(cache, "b")
     for block in range(100):
         assert file.marks[-1] != USED
         cache.store(file, block, content(block))
@@ -169,7 +170,8 @@ def test_a_killed_process_leaves_no_wrong_block(cache: BlockCache) -> None:
     file = new_file(cache, "a")
 
     def fill(seed: int) -> None:
-        other, draw = BlockCache(cache.folder, cache.limit, BLOCK), random.Random(seed)
+        other = BlockCache(cache.folder, cache.limit, BLOCK)
+        draw = random.Random(seed)
         while True:
             block = draw.randrange(100)
             other.store(BlockFile(file.folder, SIZE, BLOCK), block, content(block))
@@ -193,7 +195,8 @@ def test_a_killed_process_leaves_no_wrong_block(cache: BlockCache) -> None:
 
 
 def test_a_file_without_blocks_and_users_is_forgotten(cache: BlockCache) -> None:
-    old, new = new_file(cache, "old"), new_file(cache, "new")
+    old = new_file(cache, "old")
+    new = new_file(cache, "new")
     cache.store(old, 0, content(0))
     old.marks[0] = IDLE
     lock, is_first = cache.use("new")

@@ -15,28 +15,31 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.remote import fetcher
 from megatron_ds.data.remote.token_cache import TokenCache
+from megatron_ds.data.token_dataset import TokenDataset
+from megatron_ds.data.token_files import inspect_pair as inspect_dataset
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems
 from megatron_ds.fileio import object_store
 from tests.object_server import FolderServer
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
-from tools import inspect_dataset
 
 BLOCK = 1 << 14
 PAGE = 1 << 12
 URL = "s3://bucket"
-SAMPLES, SEQUENCE, VOCABULARY = 400, 64, 60_000
+SAMPLES = 400
+SEQUENCE = 64
+VOCABULARY = 60_000
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two pairs, of 600 and 100 KB."""
-    made, draw = tmp_path_factory.mktemp("files"), np.random.default_rng(0)
+    made = tmp_path_factory.mktemp("files")
+    draw = np.random.default_rng(0)
     for name, documents in (("web", 300), ("books", 50)):
         lengths = draw.integers(1, 2000, documents)
         write_pair(made / name, [draw.integers(0, VOCABULARY, length) for length in lengths])
@@ -76,7 +79,7 @@ def samples(train: TokenDataset, workers: int, consumed: int = 0) -> npt.NDArray
     batches = MicroBatchIterator(
         train, consumed=consumed, micro_batch_size=4, dp_rank=0, dp_size=1, num_workers=workers
     )
-    rows = [batch.rows_BT for batch in batches]
+    rows = [batch.samples.ids for batch in batches]
     batches.close()
     return np.concatenate([row for row in rows if row is not None])
 
@@ -112,7 +115,9 @@ def test_a_cache_that_is_smaller_than_the_data_keeps_its_limit(
     """Claim (samples): the cache of a node keeps its limit, also while loader processes read files
     that are larger"""
     limit = 70 * PAGE
-    train, largest, done = dataset(URL, new_cache(tmp_path, limit, PAGE)), 0, threading.Event()
+    train = dataset(URL, new_cache(tmp_path, limit, PAGE))
+    largest = 0
+    done = threading.Event()
 
     def watch() -> None:
         nonlocal largest
@@ -170,7 +175,8 @@ def test_a_damaged_copy_is_downloaded_again(
 ) -> None:
     """Claim (samples): a killed process leaves no wrong block in it; damage is recognized by the
     next run and downloaded again"""
-    prefix, expected = f"{URL}/web", IndexedDataset(folder / "web").tokens.tolist()
+    prefix = f"{URL}/web"
+    expected = IndexedDataset(folder / "web").tokens.tolist()
     data = IndexedDataset(prefix, new_cache(tmp_path))
     data.warm_up()
     server.failing = 403

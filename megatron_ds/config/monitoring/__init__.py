@@ -1,1 +1,0 @@
-"""Options of what a run evaluates, logs and measures, and of when it stops."""

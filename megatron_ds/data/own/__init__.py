@@ -1,0 +1,1 @@
+"""Datasets that a program brings, and mock data."""

@@ -1,0 +1,63 @@
+"""The complete path on this machine: text, tokenizer, token files, training, resuming, generating.
+
+Prints and runs the commands that a user would type; all results go to one folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import user_error
+from megatron_ds.demo.results import clear, summary
+from megatron_ds.demo.steps import REPOSITORY, steps
+
+
+@dataclass(frozen=True)
+class Options:
+    """Trains a small GPT on this machine: text, tokenizer, token files, training, resuming, loss
+    curve, generated text.
+    """
+
+    PROGRAM: ClassVar[str] = "demo.py"
+
+    data: str | None = option_field(None, metavar="FILE")
+    """Text to train on: JSON lines with the key "text" (default: the standard library of
+    Python)."""
+    output: str = option_field("demo_run", metavar="FOLDER")
+    """Folder for the results."""
+
+
+def run(title: str, command: Sequence[object]) -> None:
+    """Print and run a command.
+
+    Raises:
+        UserError: If the command fails.
+    """
+    words = [str(word) for word in command]
+    print(f"\n== {title}\n$ {shlex.join(words)}", flush=True)
+    code = subprocess.call(words, cwd=REPOSITORY)
+    if code:
+        script = next(word for word in words if word.endswith(".py"))
+        raise user_error("demo-command-failed", script=script, status=code)
+
+
+def work(options: Options) -> None:
+    """The commands run in the repository, so all paths are relative to it."""
+    folder = Path(os.path.relpath(options.output, REPOSITORY))
+    data = None if options.data is None else Path(os.path.relpath(options.data, REPOSITORY))
+    os.chdir(REPOSITORY)
+    clear(folder, data)
+    for title, command in steps(folder, data):
+        run(title, command)
+    print(summary(folder))
+
+
+main = cli.program(Options, work)

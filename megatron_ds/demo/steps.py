@@ -1,0 +1,180 @@
+"""The commands of the demo, in their order."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_ds.demo.results import read_unigram_loss
+from megatron_ds.demo.texts import prompt_prefixes, split_of
+from megatron_ds.launch.device import visible_devices
+from megatron_ds.launch.environment import prepare_environment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+VOCAB_SIZE = 4096
+ITERATIONS = 300
+MODEL = (
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "192",
+    "--num-attention-heads",
+    "6",
+    "--seq-length",
+    "256",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+)
+TRAINING = (
+    "--micro-batch-size",
+    "4",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    str(ITERATIONS),
+    "--lr",
+    "1.5e-3",
+    "--min-lr",
+    "1.5e-4",
+    "--lr-decay-style",
+    "cosine",
+    "--lr-warmup-iters",
+    "30",
+    "--weight-decay",
+    "0.1",
+    "--adam-beta2",
+    "0.95",
+    "--zero-stage",
+    "1",
+    "--log-interval",
+    "10",
+    "--save-interval",
+    str(ITERATIONS // 2),
+    "--eval-interval",
+    "100",
+    "--eval-iters",
+    "10",
+)
+PROMPTS = ("def __init__(self", "import os\n", "The return value is")
+PYTHON = os.path.relpath(sys.executable, REPOSITORY)
+
+Step = tuple[str, Sequence[object]]
+"""Title and command."""
+
+
+def steps(folder: Path, data: Path | None) -> Iterator[Step]:
+    """The commands in order. Each is built after the previous one has run."""
+    corpus = data or folder / "corpus.jsonl"
+    tokens = folder / "text_text_document"
+    checkpoints = folder / "checkpoints"
+    unigram = folder / "unigram.json"
+    vocabulary = {"vocab_file": folder / "vocab.json", "merge_file": folder / "merges.txt"}
+    if data is None:
+        yield tool("A corpus of text that comes with every Python", "make_corpus", output=corpus)
+    split = split_of(corpus)
+    yield tool(
+        "A byte-level BPE tokenizer",
+        "train_tokenizer",
+        input=corpus,
+        vocab_size=VOCAB_SIZE,
+        output_dir=folder,
+    )
+    yield tool(
+        "Token files",
+        "preprocess_data",
+        input=corpus,
+        output_prefix=folder / "text",
+        tokenizer_type="GPT2BPETokenizer",
+        **vocabulary,
+        append_eod=True,
+        workers=2,
+    )
+    size = len(json.loads((folder / "vocab.json").read_text(encoding="utf-8")))
+    yield tool(
+        "The loss of a model that knows only token frequencies",
+        "unigram_loss",
+        data_path=tokens,
+        split=split,
+        vocab_size=size,
+        output=unigram,
+    )
+    half = int(TRAINING[TRAINING.index("--save-interval") + 1])
+    training = training_command(folder, split, vocabulary)
+    yield f"Pretraining until iteration {half}", [*training, "--exit-interval", half]
+    yield "The same command resumes from the checkpoint", training
+    yield tool(
+        "The loss curve",
+        "plot_loss",
+        checkpoints,
+        output=folder / "loss.png",
+        baseline=f"{read_unigram_loss(unigram):.4f}",
+        baseline_name="unigram model",
+    )
+    yield tool(
+        "Text from prompts",
+        "generate_samples_gpt",
+        load=checkpoints,
+        out_seq_length=48,
+        temperature=0.7,
+        top_p=0.9,
+        prompt=PROMPTS if data is None else prompt_prefixes(corpus),
+    )
+
+
+def training_command(folder: Path, split: str, vocabulary: Mapping[str, object]) -> list[object]:
+    """The command that trains, and resumes."""
+    checkpoints = folder / "checkpoints"
+    return [
+        os.path.join(os.path.dirname(PYTHON), "deepspeed"),
+        "--num_gpus",
+        process_count(),
+        "--master_port",
+        free_port(),
+        "pretrain_gpt.py",
+        *MODEL,
+        *TRAINING,
+        *flags_of(**vocabulary, data_path=folder / "text_text_document", split=split),
+        *flags_of(save=checkpoints, load=checkpoints),
+    ]
+
+
+def tool(title: str, name: str, *arguments: object, **flags: object) -> Step:
+    """A step that runs a tool.
+
+    Args:
+        title: What the step does.
+        name: Name of the tool.
+        arguments: Arguments without a flag.
+        flags: Values of flags by name, see `flags_of`.
+    """
+    return title, [PYTHON, f"tools/{name}.py", *arguments, *flags_of(**flags)]
+
+
+def flags_of(**values: object) -> Iterator[object]:
+    """The words of flags: True gives a flag without a value, a list gives several values."""
+    for name, value in values.items():
+        yield f"--{name.replace('_', '-')}"
+        if isinstance(value, list | tuple):
+            yield from value
+        elif value is not True:
+            yield value
+
+
+def process_count() -> int:
+    """Two; one on a machine with exactly one accelerator device."""
+    prepare_environment()
+    count = visible_devices()
+    return 2 if count is None else min(2, count)
+
+
+def free_port() -> int:
+    """A port for the launcher. Another run on this machine may use DeepSpeed's default port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

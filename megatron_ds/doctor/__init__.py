@@ -1,0 +1,1 @@
+"""Program around `cli/doctor`: translates training commands of other frameworks."""

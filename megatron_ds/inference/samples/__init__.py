@@ -1,0 +1,1 @@
+"""Texts from prompts, or without: the program that writes a trained model's continuations."""

@@ -1,0 +1,1 @@
+"""Programs that read checkpoints from any location and write others."""

@@ -1,0 +1,66 @@
+"""Convert the weights of a checkpoint to another format."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+from megatron_ds import cli
+from megatron_ds.cli.progress import tensor_progress
+from megatron_ds.launch.output import print_error
+from megatron_ds.loading.programs.convert_options import MEGATRON_FORMATS, Options
+
+
+def convert_checkpoint(options: Options) -> None:
+    """Converts a checkpoint, and verifies the result if the options say so.
+
+    Raises:
+        UserError: If the checkpoint cannot be read, or the format lacks a part of the model.
+        OSError: If the disk fails.
+    """
+    # torch takes seconds to import.
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
+        from megatron_ds.conversion import registry
+        from megatron_ds.conversion.convert import verify, with_training
+        from megatron_ds.conversion.native import DTYPES
+        from megatron_ds.conversion.source import ReadOptions, WriteOptions
+        from megatron_ds.loading.locations import staged_location
+
+    start = time.perf_counter()
+    location = staged_location(options.load, options.checkpoint_staging_dir, print_error)
+    name, folder = dataclasses.replace(options, load=location).source
+    has_states = options.optimizer_states and options.target_format in MEGATRON_FORMATS
+    reading = ReadOptions(print_error, optimizer=has_states, masters=options.dtype == "fp32")
+    source = registry.open_source(folder, name, reading)
+    if has_states:
+        source = with_training(source)
+    source = source.to(None if options.dtype is None else DTYPES[options.dtype])
+    target = Path(options.save)
+    writing = WriteOptions(
+        options.hf_model_type,
+        tp_size=options.target_tensor_parallel_size,
+        pp_size=options.target_pipeline_parallel_size,
+        ep_size=options.target_expert_parallel_size,
+        adam=options.target_adam,
+        warn=print_error,
+    )
+    total = source.nbytes
+    with tensor_progress("converting", total) as tensors:
+        registry.write(
+            source, target, options.target_format, writing, lambda name, size: tensors.add(size)
+        )
+    seconds = max(time.perf_counter() - start, 1e-9)
+    print(
+        f"{source.format} to {options.target_format}: {tensors.count} tensors, "
+        f"{total / 1e6:.1f} MB in {seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"
+    )
+    if options.verify:
+        error = verify(source, target, options.target_format)
+        print(f"verified: the logits of both models differ by {error:.1e} of the largest one")
+    print(f"wrote {target}")
+
+
+main = cli.program(Options, convert_checkpoint)

@@ -1,0 +1,112 @@
+"""Options of tools/convert_checkpoint.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from megatron_ds.config.fields import option_field, when
+from megatron_ds.config.options.checkpoint import FORMAT_SYNONYMS, FORMATS, split_location
+from megatron_ds.config.problems import Problem
+from megatron_ds.conversion.foreign.recognition import location_problems
+
+MEGATRON_FORMATS = ("megatron", "torch_dist")
+MEGATRON = when(target_format=MEGATRON_FORMATS)
+format_field = functools.partial(option_field, synonyms=FORMAT_SYNONYMS)
+MODEL_TYPES = (
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "glm4_moe",
+    "phi3",
+    "deepseek_v3",
+    "olmo2",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "olmo3",
+    "granite",
+    "gpt_neox",
+    "bloom",
+    "falcon",
+    "phi",
+    "gptj",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Converts the weights of a checkpoint to another format, on the CPU, one tensor at a time.
+
+    Formats: native, a checkpoint of a run or a folder of weights alone; hf, a model of Hugging
+    Face's transformers; megatron, a checkpoint of Megatron-LM, as input also of Megatron-DeepSpeed;
+    torch_dist, a checkpoint of Megatron Core; universal, weights and optimizer states of a run
+    as DeepSpeed's full tensors, as output of checkpoints of this program. The output folder appears
+    complete or not at all. A native output is a folder of weights: --load of a run starts from
+    it, and the server loads it, on every layout.
+    """
+
+    PROGRAM: ClassVar[str] = "convert_checkpoint.py"
+
+    load: str = option_field("", metavar="FOLDER", required=True)
+    """Folder to convert, a URL such as s3://BUCKET/FOLDER, or hf:OWNER/NAME on the Hub."""
+    save: str = option_field("", metavar="FOLDER", required=True)
+    """New folder of the converted weights."""
+    source_format: str = format_field("auto", flag="from", choices=("auto", *FORMATS))
+    """Format of --load."""
+    target_format: str = format_field("", flag="to", choices=FORMATS, required=True)
+    """Format of --save."""
+    dtype: str | None = option_field(None, choices=("fp32", "bf16", "fp16"))
+    """Type of the weights (default: as they are)."""
+    hf_model_type: str | None = option_field(
+        None, choices=MODEL_TYPES, only_with=when(target_format="hf")
+    )
+    """model_type of an hf output (default: the original one, else the first that has the parts of
+    the model)."""
+    target_tensor_parallel_size: int = option_field(
+        1, aliases=("target-tensor-model-parallel-size",), minimum=1, only_with=MEGATRON
+    )
+    """tensor-parallel size of the output; native and hf outputs have none."""
+    target_pipeline_parallel_size: int = option_field(
+        1, aliases=("target-pipeline-model-parallel-size",), minimum=1, only_with=MEGATRON
+    )
+    """Pipeline stages of the output; native and hf outputs have none."""
+    target_expert_parallel_size: int = option_field(
+        1,
+        aliases=("target-expert-model-parallel-size",),
+        minimum=1,
+        only_with=when(target_format="megatron"),
+    )
+    """expert-parallel size of the output; other outputs have none."""
+    optimizer_states: bool = option_field(False, only_with=MEGATRON)
+    """Convert Adam's states, iteration and consumed samples, too, so that Megatron continues the
+    run; by default its output has the weights alone."""
+    target_adam: str = option_field(
+        "fused", choices=("fused", "torch"), only_with=when(optimizer_states=True)
+    )
+    """Adam of the Megatron that continues: the one of Transformer Engine or apex, or torch's AdamW,
+    which Megatron uses if both are missing."""
+    checkpoint_staging_dir: str | None = option_field(None, metavar="FOLDER")
+    """Folder for the files of a URL (default: below the folder for temporary files)."""
+    verify: bool = option_field(False)
+    """Compare the logits of both models for a fixed prompt; of hf, transformers' model."""
+
+    @property
+    def source(self) -> tuple[str, Path]:
+        """Format and folder; the format may precede the folder."""
+        name, folder = split_location(self.load)
+        return name if name != "auto" else self.source_format, Path(folder)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from location_problems(self.load, self.source_format)
+        if self.target_format == "universal" and self.dtype is not None:
+            yield Problem("universal-dtype")

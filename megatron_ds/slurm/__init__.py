@@ -1,0 +1,1 @@
+"""Runs as jobs of Slurm, which queues them again until they are complete."""

@@ -1,0 +1,1 @@
+"""Replays of recorded steps, by which a run is checked."""

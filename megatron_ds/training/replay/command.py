@@ -1,0 +1,101 @@
+"""Check a run: replay recorded steps as one process on a CPU, and compare them with its records."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from megatron_ds import cli
+from megatron_ds.cli.command import fail, table_of
+from megatron_ds.config import Config
+from megatron_ds.config.checks import file_problems
+from megatron_ds.config.fields import option_field, option_group
+from megatron_ds.config.options.checkpoint import missing_folder
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.engine.ds_config.fields import field_value
+from megatron_ds.launch.ranks.rank_variables import RANK_VARIABLES
+from megatron_ds.training.replay.verification import Trust, verify
+
+PRETRAIN = Path(__file__).resolve().parents[3] / "pretrain_gpt.py"
+LAUNCHER = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checks a run that has records of --record-every: replays recorded steps from the checkpoint
+    before them, as one process on a CPU, whatever the layout of the run.
+
+    Flags of pretrain_gpt.py replace settings of the run: data and tokenizer are read where
+    --data-path and the tokenizer's flags say, or with --trust-recorded-files where the run says.
+    Exit status 0: all steps are equal; 1: the first difference is printed; 2: the steps cannot be
+    replayed.
+    """
+
+    PROGRAM: ClassVar[str] = "verify_run.py"
+
+    PEERS: ClassVar[str] = "pretrain_gpt"
+
+    run: str = option_field("", metavar="RUN", positional=True, required=True)
+    """--save folder of the run."""
+    steps: tuple[str, ...] | None = option_field(None, nargs="*", metavar="STEPS")
+    """Steps to check, such as 3 or 10-20 (default: all recorded ones)."""
+    tolerance: float | None = option_field(None, above=0)
+    """Largest accepted difference relative to a norm (default: docs/running/verifying.md)."""
+    script: str | None = option_field(None, metavar="FILE")
+    """Program that trained the run (default: pretrain_gpt.py)."""
+    trust_recorded_files: bool = option_field(False)
+    """Read the files outside of the run's folder that its record names."""
+    show_logs: bool = option_field(False)
+    """Print the logs of the replays."""
+    training: Config = option_group(Config(), hidden=True)
+    given: frozenset[str] = frozenset()
+
+    def problems(self) -> Iterator[Problem]:
+        for problem in missing_folder(self.run):
+            yield problem.about(load="run")
+        if self.script is not None:
+            yield from file_problems("script", self.script)
+
+    @property
+    def changes(self) -> frozenset[str]:
+        """The fields that flags of pretrain_gpt.py set."""
+        of_tool = {item.name for item in dataclasses.fields(self)}
+        return self.given - of_tool
+
+
+def work(options: Options) -> int:
+    changes = {name: field_value(options.training, name) for name in options.changes}
+    trust = Trust(changes, options.trust_recorded_files)
+    limit = options.tolerance
+    run = Path(options.run)
+    replay = partial(start_replay, options)
+    try:
+        return verify(run, options.steps, replay, print, tolerance=limit, trust=trust)
+    except UserError as error:  # with another status than a difference
+        fail(error.problems, table_of(Options))
+
+
+def start_replay(options: Options, words: Sequence[str]) -> int:
+    """Trains as one process on the host; prints its log if it fails, or if asked for."""
+    program = [sys.executable, options.script or str(PRETRAIN), *words]
+    unset = [word for name in LAUNCHER for word in ("-u", name)]
+    command = ["env", *unset, "DS_ACCELERATOR=cpu", *program]
+    if options.show_logs:
+        return subprocess.call(command, stdout=sys.stderr)
+    with tempfile.TemporaryFile() as log:
+        status = subprocess.call(command, stdout=log, stderr=log)
+        if status:
+            log.seek(0)
+            shutil.copyfileobj(log, sys.stderr.buffer)
+    return status
+
+
+main = cli.program(Options, work)
