@@ -27,7 +27,7 @@ STAGE_COUNTERS = (
 
 
 class SpikeLimits(NamedTuple):
-    """The largest loss and gradient norm with which a step is applied."""
+    """Upper limits on a step's loss and gradient norm; a step beyond them is skipped."""
 
     loss: float
     grad_norm: float

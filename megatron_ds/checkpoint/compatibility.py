@@ -136,7 +136,7 @@ def _changed_phases(checkpoint: Checkpoint, config: Config) -> list[Problem]:
 
 
 def _in_phase_of(checkpoint: Checkpoint, config: Config) -> Config:
-    """The configuration of the run in the phase of the checkpoint, from which it continues."""
+    """Configuration of the run in the phase of the checkpoint that it continues."""
     return config.in_phase(0 if config.checkpoint.is_new_run else checkpoint.run.state.stage)
 
 

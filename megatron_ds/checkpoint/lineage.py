@@ -17,7 +17,7 @@ PARENT = "parent.json"
 
 
 def parent_of(folder: Path) -> tuple[str, int] | None:
-    """The run and the iteration from which a fork starts; None if a folder has none."""
+    """Parent run and iteration of a fork; None if the folder is not a fork's."""
     try:
         parent = json.loads((folder / PARENT).read_bytes())
         return parent["run"], parent["iteration"]
@@ -59,6 +59,6 @@ class Lineage:
         return Lineage((*self.up_to(iteration).segments, (secrets.token_hex(4), iteration)))
 
     def up_to(self, iteration: int) -> Lineage:
-        """The branch of the checkpoint of an iteration from which this one continued."""
+        """The branch of this run's ancestor checkpoint at an iteration."""
         first, *others = self.segments
         return Lineage((first, *(entry for entry in others if entry[1] < iteration)))

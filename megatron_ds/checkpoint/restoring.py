@@ -105,7 +105,7 @@ class Restoring:
         return checkpoint
 
     def _newer_local(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
-        """The local checkpoint, newer than --load's, with which this run continues, if any."""
+        """The local checkpoint to continue from, if one is newer than --load's."""
         options = self._config.checkpoint
         folders = self._folders
         if self._local is None or folders.load is None or folders.save is None:

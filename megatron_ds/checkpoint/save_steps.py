@@ -256,10 +256,10 @@ class SaveInProgress:
         self._steps = save.steps()
         self._begin(next(self._steps))
         self.stalled = time.monotonic() - started
-        """Seconds for which training has waited so far."""
+        """Seconds that training has waited so far."""
 
     def times(self, waited: float) -> dict[str, float]:
-        """Seconds from the start of a completed save, and those for which training waited."""
+        """Seconds since the start of a completed save, and seconds that training waited for it."""
         seconds = time.monotonic() - self._started
         return {"seconds": round(seconds, 3), "waited": round(self.stalled + waited, 3)}
 

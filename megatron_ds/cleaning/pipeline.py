@@ -205,7 +205,7 @@ def _line(item: RawDocument, key: str | None, before: str, text: str) -> bytes:
 
 
 def _without_nan(value: Any) -> Any:
-    """The value with null for NaN and infinite numbers, for which JSON has no notation."""
+    """The value with null for NaN and infinite numbers, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -353,7 +353,7 @@ def clean(options: CleaningOptions, report: Callable[[Counts, int], None] = igno
 
 
 def build_cleaner(options: CleaningOptions) -> Cleaner:
-    """The stages of a run, for its workers. Raises UserError: As `CleaningOptions.build` does."""
+    """The stages of a run, for its workers. Raises the UserErrors of `CleaningOptions.build`."""
     stages = options.build()
     return Cleaner(
         stages,

@@ -64,7 +64,7 @@ class SeenKeys(Protocol):
     """Keys of the documents that a stage has kept so far."""
 
     def add_or_reject(self, key: bytes) -> str | None:
-        """Reason for which the document is dropped, or None; then its key is kept."""
+        """Why the document is dropped; None keeps it and stores its key."""
 
     def reload(self, key: bytes) -> None:
         """Keep a key that an interrupted run has kept."""

@@ -91,7 +91,7 @@ class UrlFilter:
         return None if reason is None else Dropped(reason)
 
     def judge(self, url: str) -> str | None:
-        """Reason for which an address is dropped, or None."""
+        """Why an address is dropped; None keeps it."""
         try:
             parts = urlsplit(url.strip())
             host = _unicode_host((parts.hostname or "").rstrip("."))

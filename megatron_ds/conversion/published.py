@@ -32,13 +32,13 @@ class Publication:
     positions: int | None = None
     """`max_position_embeddings`; None if the family has none."""
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """Options of base and scaling of rotary positions, with which it has these positions."""
+    """Rotary base and scaling options that give these positions."""
     special_ids: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     has_prefix: bool = True
     """Whether the names of its tensors start with the family's prefix."""
     has_tokenizer: bool = True
-    """Whether the model has the tokenizer with which it was published."""
+    """Whether the model has its published tokenizer."""
     documents: Sequence[str] = ()
     """Names of files about the model, such as its license, which are not copied."""
     lost: Sequence[str] = ()

@@ -51,7 +51,7 @@ class SavedRun:
     consumed_samples: int | None
     """Samples of the run so far; None if the checkpoint does not state it."""
     applied_samples: int | None
-    """Samples in steps that were not skipped, by which the learning rate is scheduled."""
+    """Samples in steps that were not skipped; the learning rate schedule counts these."""
     steps: int | None
     """Steps of the optimizer."""
     softmax_rows: int | None
@@ -221,7 +221,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Settings by which a checkpoint is written."""
+    """Settings for writing a checkpoint."""
 
     hf_model_type: str | None = None
     """Family of an hf target. None: the original one, or the first that has the parts."""

@@ -238,7 +238,7 @@ def _has_tokens(file: TokenFile, documents: DocumentSelection) -> bool:
 
 
 def boundary_problems(options: DataConfig, eod: int | None) -> Iterator[Problem]:
-    """Checks that the tokenizer has the token with which documents end.
+    """Checks that the tokenizer has an end-of-document token.
 
     Args:
         options: The data flags.

@@ -218,7 +218,7 @@ def _marked_collective(
 
 
 class _Work:
-    """A started collective, the wait for which is marked."""
+    """A started collective that marks its wait as a region."""
 
     def __init__(self, work: dist.Work, region: str, open_region: Open) -> None:
         self._work = work

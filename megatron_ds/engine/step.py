@@ -35,7 +35,7 @@ WeightedBatch = tuple[DeviceBatch, Tensor | None]
 
 
 class StepControl:
-    """Begins and ends the steps of an engine, one after the other.
+    """Begins and ends the steps of an engine.
 
     Args:
         parts: Parts of the engine.
@@ -197,7 +197,7 @@ class StepControl:
 
 
 class ModelPasses:
-    """Passes through the complete model, one micro-batch after the other.
+    """Runs forward and backward passes of the complete model, one micro-batch at a time.
 
     Args:
         steps: Begins and ends the steps.

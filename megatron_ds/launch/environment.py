@@ -56,7 +56,7 @@ def local_world_size() -> int | None:
 
 
 def elastic_run() -> str:
-    """The id of the rendezvous by which torchrun starts the ranks again; "" if it has none."""
+    """torchrun's rendezvous id, which is the same after a restart; "" if it has none."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return "" if run == "none" else run  # its name for ranks with fixed addresses
 

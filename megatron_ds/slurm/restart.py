@@ -52,7 +52,7 @@ def restart(options: Restart, training: Sequence[str]) -> int:
 
 
 def _progress(run: Path) -> int:
-    """Iteration of the newest checkpoint, or from which the run has started since."""
+    """Iteration of the newest checkpoint, or of the latest start of the run if that is newer."""
     follower = Follower(run)
     follower.poll()
     known = [item for item in follower.history.events if item["event"] in ("start", "checkpoint")]

@@ -141,7 +141,7 @@ def equivalence_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:
 def first_difference(
     encode: Callable[[str], list[int]], reference: Callable[[str], list[int]], texts: Iterable[str]
 ) -> str | None:
-    """The first text, shortened, for which two encoders give different ids; None if all agree."""
+    """The first text, shortened, that two encoders encode differently; None if all agree."""
     for text in texts:
         expected = reference(text)
         for _ in range(2):  # the second result may come from the library's cache

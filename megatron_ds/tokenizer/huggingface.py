@@ -244,7 +244,7 @@ def _read_library(file: Path) -> Any:
 
 
 def _effective_setting(file: Path, library: Any) -> str | None:
-    """The first setting next to a tokenizer.json by which its ids may change, with its file."""
+    """The first setting next to a tokenizer.json that may change its ids, with its file."""
     tokens = library.get_added_tokens_decoder()
     states = {str(token_id): token.__getstate__() for token_id, token in tokens.items()}
     ids = {token.content: token_id for token_id, token in tokens.items()}

@@ -78,9 +78,9 @@ class IntervalRecord:
     skipped: int
     nan: int
     seconds_per_iteration: float
-    """Over the steps that are not warm-up; over all if there are no others."""
+    """Over the steps after warm-up; over all steps if there are none after it."""
     samples_per_second: float | None
-    """Over the steps that are not warm-up, as the next two; None if there are no others."""
+    """Over the steps after warm-up, like the next two; None if there are none."""
     tokens_per_second_per_device: float | None
     tflops: float | None
     tokens_per_second: float | None = None
@@ -136,7 +136,7 @@ def metrics_of_evaluation(record: EvalRecord) -> dict[str, float]:
 
 
 def metric_title(name: str) -> str:
-    """The words by which a metric is printed."""
+    """Title of a metric in the log."""
     return name.replace("_", " ")
 
 

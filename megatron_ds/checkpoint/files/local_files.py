@@ -206,7 +206,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule by which checkpoints of a branch are kept."""
+    """Retention rule for the checkpoints of a branch."""
 
     last: int
     """Number of the newest checkpoints that are kept."""

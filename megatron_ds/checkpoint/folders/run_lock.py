@@ -120,8 +120,7 @@ def seconds_since_boot() -> float:
 
 @dataclass(frozen=True)
 class Lease:
-    """Content and timing of a held lock, from which any rank of its owner checks that it still
-    holds."""
+    """Content and timing of a held lock; any rank of its owner can check that it is still held."""
 
     content: bytes
     """Content of the lock file."""

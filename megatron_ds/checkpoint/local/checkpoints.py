@@ -146,7 +146,7 @@ class LocalCheckpoints:
         return None
 
     def warn_of_unused(self, after: int) -> None:
-        """Warns of checkpoints after an iteration from which the run does not continue."""
+        """Warns of checkpoints after an iteration that the run will not use."""
         if names := self._all_after(after):
             self._warn(
                 Problem("local-checkpoints-unused", names=", ".join(names), folder=self._folder)

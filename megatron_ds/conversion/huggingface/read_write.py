@@ -232,7 +232,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Stack(_Part):
-    """A tensor of all experts, [experts, in, out] or [experts, out], with gate and up in turn."""
+    """A tensor of all experts, [experts, in, out] or [experts, out], gate and up interleaved."""
 
     sections: int = 1
     """Sections of our tensor that alternate in theirs."""

@@ -260,4 +260,4 @@ def _write_rope_layers(model: ModelConfig) -> dict[str, Any]:
 
 
 ROPE_LAYERS = Row(_read_rope_layers, _write_rope_layers)
-"""Layers that have rotary positions: 1 for these, 0 for the others."""
+"""1 for each layer with rotary positions, 0 otherwise."""

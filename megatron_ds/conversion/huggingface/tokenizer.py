@@ -146,7 +146,7 @@ def tokenizer_files(
 
 
 def first_token(data: Mapping[str, Any]) -> int | None:
-    """The token with which the documents of a run begin.
+    """The token at the beginning of each document of a run.
 
     Args:
         data: Values by field of `DataConfig` of the run.

@@ -195,7 +195,7 @@ def _empty_states(chunks: Sequence[_Chunk]) -> Iterator[WriteItem]:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives torch's writer one tensor after the other.
+    """Yields tensors to torch's writer one at a time.
 
     Args:
         model: The model.

@@ -51,7 +51,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class OrderModel(Protocol):
-    """The rule of an order, by which blocks are computed from the counts before and after them."""
+    """Rule of an order, which computes a block from the counts before and after it."""
 
     def counts(self, size: int) -> npt.NDArray[np.integer]:
         """Samples of each source before every block and at the end, [blocks + 1, sources]."""

@@ -44,7 +44,7 @@ NOTHING_WRITTEN = WriteCounts()
 
 
 class TokenFileWriter:
-    """Writes sequences and documents to the three files from which a pair is made.
+    """Writes sequences and documents to three files, which are then joined into a pair.
 
     Memory use is constant: the index is written as it grows, lengths in their final place and the
     document index to a separate file, and is assembled in blocks.

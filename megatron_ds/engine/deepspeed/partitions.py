@@ -98,7 +98,7 @@ _Places = Iterator[tuple[int, list[tuple[Any, int]]]]
 
 
 def _replicated(engine: Any) -> _Places:
-    """Stage 0: the states of each parameter are saved one after the other."""
+    """Stage 0: the states are saved parameter by parameter."""
     for group in engine.basic_optimizer.param_groups:
         sizes = [parameter.numel() for parameter in group["params"]]
         offsets = [sum(sizes[:index]) for index in range(len(sizes))]

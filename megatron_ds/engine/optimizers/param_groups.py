@@ -17,7 +17,7 @@ from megatron_ds.parallel.weights import Role, Weight
 
 
 class Multipliers(NamedTuple):
-    """Factors by which a parameter's learning rate and weight decay differ from the schedule's."""
+    """Multipliers of the scheduled learning rate and weight decay for a parameter."""
 
     lr: float = 1.0
     weight_decay: float = 1.0

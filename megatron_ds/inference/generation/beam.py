@@ -24,7 +24,7 @@ class BeamSearchConfig:
     """Number of beams, and of results."""
     stop_token: int
     length_penalty: float = 1.0
-    """Exponent of the length by which a sum of log-probabilities is divided."""
+    """Exponent p of the score: the summed log-probability divided by length ** p."""
     rules: StopRules | None = None
     """Only the forbidden tokens count."""
     further_stops: frozenset[int] = frozenset()

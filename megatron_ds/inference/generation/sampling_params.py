@@ -25,7 +25,7 @@ class CandidateOptions:
 
 @dataclass(frozen=True)
 class SamplingParams(CandidateOptions):
-    """Settings by which the next token is chosen from the logits."""
+    """Settings for sampling the next token from the logits."""
 
     greedy: bool = option_field(False)
     """Select the most probable token instead of sampling."""

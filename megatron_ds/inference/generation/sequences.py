@@ -14,7 +14,7 @@ from megatron_ds.inference.generation.stop_rules import StopRules
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """Settings by which prompts are continued."""
+    """Settings for continuing prompts."""
 
     max_new_tokens: int
     """0 only scores the prompts, with `prompt_logprobs`."""

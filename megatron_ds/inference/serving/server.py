@@ -73,7 +73,7 @@ PAGE_HEADERS = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Settings by which a server treats requests."""
+    """Settings for handling requests."""
 
     hosts: Collection[str] | None = None
     """Names, in addition to this machine's, for which requests are accepted, see `HostCheck`. None

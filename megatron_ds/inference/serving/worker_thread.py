@@ -64,7 +64,7 @@ class WorkerThread:
             return await result
 
     def _start(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Starts a thread, for which there is room."""
+        """Starts a thread; the caller has checked that one more is allowed."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
 

@@ -55,7 +55,7 @@ class ExitVerdict:
     is_cause: bool = False
     """Whether torchelastic reports the message."""
     failure: str = ""
-    """Key by which torchrun's attempts are compared; empty: not compared."""
+    """Key for comparing torchrun's attempts; empty: not compared."""
 
 
 def verdict_of_error(

@@ -124,7 +124,7 @@ def _cores() -> list[int]:
 
 
 def _probe(address: str) -> None:
-    """Raises OSError or ValueError if nothing listens there, for which Ray would wait minutes."""
+    """Raises OSError or ValueError if nothing listens there; Ray itself would wait minutes."""
     if address != "auto" and "://" not in address:
         host, _, port = address.rpartition(":")
         socket.create_connection((host, int(port)), PROBE_S).close()

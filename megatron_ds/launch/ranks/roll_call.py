@@ -335,7 +335,7 @@ class _Leader:
         return None
 
     def _ranks(self, *, present: bool) -> list[int]:
-        """The ranks that have come, or the other ones."""
+        """The ranks that have reported, or those that have not."""
         ranks = range(self._size)
         return [rank for rank in ranks if self._call.check([f"entry {rank}"]) == present]
 

@@ -226,7 +226,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def initial_environment(pid: int) -> frozenset[str]:
-    """Names of the variables with which a process was started; empty if unreadable."""
+    """Names of a process's initial environment variables; empty if unreadable."""
     with suppress(OSError):
         text = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace")
         return frozenset(entry.split("=")[0] for entry in text.split("\0"))

@@ -119,7 +119,7 @@ class AttentionOptions:
     samples: Order = ()
     """Kernels to consider for complete samples. Empty: selected by the caller."""
     documents: Order = VARYING_SIZES
-    """Kernels to consider for one document after the other."""
+    """Candidate kernels for attending to documents one at a time."""
     kernels: Mapping[AttentionRule, AttentionBackend] = field(default_factory=dict)
     """Backends that a trial has selected for complete samples or documents."""
     packing: PackingOptions | None = None

@@ -99,7 +99,7 @@ GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def loop_over_matmuls(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies one group after the other. The host waits for the group sizes."""
+    """Multiplies the groups in a loop. The host waits for the group sizes."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     if b.ndim == 3:
         return torch.cat([rows @ matrix for rows, matrix in zip(a.split(counts), b, strict=True)])

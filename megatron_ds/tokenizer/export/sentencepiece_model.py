@@ -144,7 +144,7 @@ def _unigram(model: Any, names: Mapping[int, str]) -> Any:
 
 
 def _hidden_names(model: Any, names: Mapping[int, str]) -> list[Any]:
-    """Normalizers by which the name of a token in a text is not found in a Unigram's vocabulary.
+    """Normalizers that hide the name of a token in a text from a Unigram's vocabulary.
 
     They replace a character that is unknown anyway.
     """
@@ -219,5 +219,5 @@ def _merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
 
 
 def _float32(value: float) -> float:
-    """The nearest number of 32 bits, with which SentencePiece computes."""
+    """Rounds to fp32, in which SentencePiece computes."""
     return float(struct.unpack("f", struct.pack("f", value))[0])

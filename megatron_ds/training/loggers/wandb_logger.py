@@ -63,7 +63,7 @@ class Wandb(RowLogger):
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Errors of wandb as OSError, with which a logger is disabled and the run continues."""
+    """Raises errors of wandb as OSError, which disables the logger but does not end the run."""
     try:
         yield
     except wandb.Error as error:

@@ -30,7 +30,7 @@ def own_times(times: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 def slowest_rank(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The slowest rank, and the share by which it exceeds the median, as metrics of a step."""
+    """The slowest rank and its relative excess over the median, as metrics of a step."""
     busy = own_times(times)
     if not busy:
         return {}

@@ -97,7 +97,7 @@ class Segment:
     config: Config
     """Settings of the run in these steps."""
     first: int
-    """Iteration from which the run was started with these settings."""
+    """Iteration at which the run was started with these settings."""
     ranks: int
     steps: list[int]
 

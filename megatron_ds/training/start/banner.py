@@ -43,7 +43,7 @@ class BannerData:
     """The engine's settings in effect."""
     estimate: MemoryEstimate
     state: TrainState
-    """State from which the run starts."""
+    """Initial training state of the run."""
     versions: str
     device: str
     """Device type and communication backend."""
