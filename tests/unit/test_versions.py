@@ -107,8 +107,20 @@ def test_environments_have_exact_versions() -> None:
     assert lowest.keys() == {canonicalize_name(requirement.name) for requirement in ranges()}
     assert lowest["pytest"] == pins()["pytest"]
     assert bounds.exact("newest") == {}
-    assert "tests/unit/conversion" not in bounds.unit_tests("torch==2.1")
-    assert "tests/unit/conversion" in bounds.unit_tests("lowest")
+    assert "conversion" not in bounds.sets_of_tests("torch==2.1")
+    assert bounds.sets_of_tests("lowest")["conversion"] == "tests/unit/conversion"
+    assert {"engine", "commands"} <= bounds.sets_of_tests("torch==2.1").keys()
+    paths = [
+        path for name in ("lowest", "torch==2.1") for path in bounds.sets_of_tests(name).values()
+    ]
+    assert all((bounds.REPOSITORY / path).exists() for path in paths)
+
+
+def test_recorded_errors_name_no_folder_of_the_machine(tmp_path: Path) -> None:
+    path = bounds.REPOSITORY / "tests" / "golden" / "a.bin"
+    error = f"{tmp_path / 'a' / 'b.json'} differs from {path}"
+
+    assert bounds.without_folders(error) == "a/b.json differs from tests/golden/a.bin"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +133,7 @@ def test_version_of_a_package_is_claimed_only_if_everything_passed(
     sets = {
         "installation": {"tests": 1, "failed": {}},
         "commands": {"tests": commands, "failed": {}},
-        "unit tests": {"tests": 2, "failed": failed},
+        "engine": {"tests": 2, "failed": failed},
     }
     where = {"python": "3.11", "date": "2026-01-01", "machine": "CPU"}
     runs = {"torch==2.1": {"sets": sets, "versions": {"torch": "2.1"}, **where}}

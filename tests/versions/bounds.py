@@ -10,7 +10,8 @@ Each run has an environment of its own in build/versions. For `lowest` and `newe
 this project with its extras, so that versions that contradict each other are an error of the run.
 The other environments have only the named versions, in front of the packages of the interpreter
 that runs this script. The results are kept in bounds.json, from which
-docs/development/package_versions.md is written.
+docs/development/package_versions.md is written. `--sets` repeats some sets of tests and keeps the
+results of the others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,25 @@ COMMANDS = "tests/e2e/package_commands.py"
 FOLDERS = {
     "torch": ("engine", "parallel", "model", "checkpoint"),
     "transformers": ("conversion", "tokenizer"),
-    "": ("preprocess", "cleaning", "fileio", "inference", "reports", "training"),
+    "": (
+        "preprocess",
+        "cleaning",
+        "data",
+        "fileio",
+        "loading",
+        "inference",
+        "server",
+        "reports",
+        "training",
+        "cli",
+        "config",
+    ),
 }
 """Package -> folders of tests/unit that depend on it; "": that depend on others."""
+FOLDER_OF_A_TEST = r"(?:/pytest-of-[^/\s]+/pytest-\d+(?:/popen-gw\d+)?/[^/\s]+)?"
+"""What pytest adds to the temporary folder."""
+INSTALLATION = "installation"
+COMMAND_SET = "commands"
 PACKAGES = """
 ## Packages
 
@@ -98,8 +116,8 @@ A cell has the number of failed tests and of all that ran. DeepSpeed has
 Result = dict[str, Any]
 """Of a set of tests: how many "tests" ran, and the first error of each that "failed"."""
 Run = dict[str, Any]
-"""Of an environment: "sets" of tests with their results, "versions" of packages, "python", "date"
-and "machine"."""
+"""Of an environment: "sets" of tests with their results (installation, commands, and each folder of
+unit tests), "versions" of packages, "python", "date" and "machine"."""
 
 
 def lower_bound(requirement: Requirement) -> str | None:
@@ -169,14 +187,14 @@ def versions_of(python: Path) -> dict[str, str]:
     return dict(json.loads(printed))
 
 
-def unit_tests(name: str) -> list[str]:
-    """The folders of unit tests that an environment runs."""
+def sets_of_tests(name: str) -> dict[str, str]:
+    """The sets of tests that an environment runs, with the path of each."""
     packages = {Requirement(text).name for text in name.split(",")} & FOLDERS.keys()
-    selected = packages or FOLDERS.keys()
-    return [f"tests/unit/{folder}" for package in selected for folder in FOLDERS[package]]
+    folders = [folder for package in packages or FOLDERS for folder in FOLDERS[package]]
+    return {COMMAND_SET: COMMANDS} | {folder: f"tests/unit/{folder}" for folder in folders}
 
 
-def run_tests(name: str, tests: Sequence[str], workers: int) -> Result:
+def run_tests(name: str, tests: str, workers: int) -> Result:
     """The result of a set of tests in an environment."""
     python = interpreter(name)
     programs = (str(python.parent), str(Path(sys.executable).parent))
@@ -190,38 +208,56 @@ def run_tests(name: str, tests: Sequence[str], workers: int) -> Result:
     report = python.parents[1] / "report.xml"
     report.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"-n{workers}"]
-    command += ["--dist", "loadfile", f"--junitxml={report}", *tests]
+    command += ["--dist", "loadfile", f"--junitxml={report}", tests]
     subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
     return result_of([case for case in read_cases(report) if not case.is_skipped])
 
 
 def result_of(cases: Sequence[Case]) -> Result:
     """The result of a set of tests."""
-    failed = {f"{case.test} {case.name}": case.error for case in cases if case.error is not None}
+    failed = {
+        f"{case.test} {case.name}": without_folders(case.error)
+        for case in cases
+        if case.error is not None
+    }
     return {"tests": len(cases), "failed": failed}
 
 
-def run(name: str, workers: int) -> Iterator[Run]:
-    """Installs and tests an environment; its results so far after each set."""
-    sets = {"installation": install(name)}
+def without_folders(error: str) -> str:
+    """An error that names files by what follows the repository or the folder of a test."""
+    folders = [str(REPOSITORY), str(ENVIRONMENTS), tempfile.gettempdir(), str(Path.home())]
+    for folder in sorted(folders, key=len, reverse=True):
+        error = re.sub(rf"{re.escape(folder)}{FOLDER_OF_A_TEST}/", "", error)
+    return error
+
+
+def run(name: str, workers: int, only: Collection[str], earlier: Run) -> Iterator[Run]:
+    """Installs and tests an environment; its results so far after each set.
+
+    Args:
+        only: The sets to run, of `sets_of_tests`; all, if empty.
+        earlier: The results of an earlier run of this environment, whose other sets are kept.
+    """
+    sets = dict(earlier.get("sets", {})) if only else {}
+    sets[INSTALLATION] = install(name)
     where = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine(),
     }
-    if sets["installation"]["failed"]:
-        yield {"sets": sets, "versions": {}, **where}
+    if sets[INSTALLATION]["failed"]:
+        yield {"sets": {INSTALLATION: sets[INSTALLATION]}, "versions": {}, **where}
         return
     versions = versions_of(interpreter(name))
-    sets["commands"] = run_tests(name, [COMMANDS], 0)
-    yield {"sets": sets, "versions": versions, **where}
-    sets["unit tests"] = run_tests(name, unit_tests(name), workers)
-    yield {"sets": sets, "versions": versions, **where}
+    for test_set, path in sets_of_tests(name).items():
+        if not only or test_set in only:
+            sets[test_set] = run_tests(name, path, workers if test_set != COMMAND_SET else 0)
+            yield {"sets": sets, "versions": versions, **where}
 
 
 def passed(run: Run) -> bool:
     """Whether the commands ran in an environment, and nothing failed."""
-    ran = "commands" in run["sets"] and run["sets"]["commands"]["tests"] > 0
+    ran = COMMAND_SET in run["sets"] and run["sets"][COMMAND_SET]["tests"] > 0
     return ran and not any(result["failed"] for result in run["sets"].values())
 
 
@@ -240,10 +276,12 @@ def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
     yield "| environment | installation | commands | unit tests | Python | date | machine |\n"
     yield "|---|---|---|---|---|---|---|\n"
     for name, run in sorted(runs.items()):
-        cells = [
-            _cell(run["sets"].get(each)) for each in ("installation", "commands", "unit tests")
+        sets = run["sets"]
+        folders = [
+            result for name, result in sets.items() if name not in (INSTALLATION, COMMAND_SET)
         ]
-        cells += [run["python"], run["date"], run["machine"]]
+        groups = [[sets[each]] if each in sets else [] for each in (INSTALLATION, COMMAND_SET)]
+        cells = [*map(_cell, [*groups, folders]), run["python"], run["date"], run["machine"]]
         yield f"| `{name}` | {' | '.join(cells)} |\n"
 
 
@@ -267,11 +305,12 @@ def _failures(runs: Mapping[str, Run]) -> Iterator[str]:
             yield f"| `{test}` | {error.replace('|', chr(92) + '|')} |\n"
 
 
-def _cell(result: Result | None) -> str:
-    if result is None or not result["tests"]:
-        return "not run"
-    failed = len(result["failed"])
-    return f"**{failed} of {result['tests']}**" if failed else f"0 of {result['tests']}"
+def _cell(results: Sequence[Result]) -> str:
+    """How many tests of some sets failed, of all that ran."""
+    tests = sum(result["tests"] for result in results)
+    failed = sum(len(result["failed"]) for result in results)
+    text = f"{failed} of {tests}"
+    return "not run" if not tests else f"**{text}**" if failed else text
 
 
 def read_results() -> dict[str, Run]:
@@ -287,10 +326,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("names", nargs="*", help="lowest, newest, or such as torch==2.14.1")
     parser.add_argument("--workers", type=int, default=2, help="processes of pytest")
+    parser.add_argument("--sets", nargs="+", default=[], help="only these sets of tests")
     arguments = parser.parse_args()
     for name in arguments.names:
         print(f"== {name}", flush=True)
-        for result in run(name, arguments.workers):
+        earlier = read_results().get(name, {})
+        for result in run(name, arguments.workers, arguments.sets, earlier):
             write_results(read_results() | {name: result})
     write_results(read_results())
     print(f"wrote {OUTPUT}")
