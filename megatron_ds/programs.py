@@ -5,6 +5,7 @@ Knows their modules by name, and imports none.
 
 from __future__ import annotations
 
+import ast
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ class Program:
     module: str
     """Module with the function `main`, which takes the arguments and returns the exit status, and
     with `Options`, or `COMMANDS` if the program has several commands."""
+    has_ranks: bool = False
+    """Whether several processes may run it together."""
 
 
 CONSOLE = "megatron-ds"
@@ -28,14 +31,17 @@ REPOSITORY = PACKAGE.parent
 PROGRAMS = {
     "build-ops": Program("tools/build_ops.py", "megatron_ds.planning.build_ops"),
     "client": Program("tools/text_generation_cli.py", "megatron_ds.inference.client"),
+    "completion": Program("tools/completion.py", "megatron_ds.cli.completion"),
     "convert": Program("tools/convert_checkpoint.py", "megatron_ds.loading.programs.convert"),
     "data-usage": Program("tools/data_usage.py", "megatron_ds.usage.command"),
     "demo": Program("tools/demo.py", "megatron_ds.demo.command"),
     "doctor": Program("tools/doctor.py", "megatron_ds.doctor.command"),
     "ds-config": Program("tools/ds_config.py", "megatron_ds.engine.ds_config.command"),
-    "evaluate": Program("tools/evaluate.py", "megatron_ds.evaluation.evaluate"),
+    "evaluate": Program("tools/evaluate.py", "megatron_ds.evaluation.evaluate", has_ranks=True),
     "fork": Program("tools/fork.py", "megatron_ds.loading.programs.fork"),
-    "generate": Program("tools/generate_samples_gpt.py", "megatron_ds.inference.samples.command"),
+    "generate": Program(
+        "tools/generate_samples_gpt.py", "megatron_ds.inference.samples.command", has_ranks=True
+    ),
     "inspect-checkpoint": Program(
         "tools/inspect_checkpoint.py", "megatron_ds.conversion.inspect.command"
     ),
@@ -54,9 +60,11 @@ PROGRAMS = {
     "prepare-cache": Program("tools/prepare_cache.py", "megatron_ds.training.start.prepare_cache"),
     "preprocess": Program("tools/preprocess_data.py", "megatron_ds.preprocess.command"),
     "report": Program("tools/report.py", "megatron_ds.reports.report"),
-    "serve": Program("tools/run_text_generation_server.py", "megatron_ds.server.command"),
+    "serve": Program(
+        "tools/run_text_generation_server.py", "megatron_ds.server.command", has_ranks=True
+    ),
     "slurm": Program("tools/slurm.py", "megatron_ds.slurm.command"),
-    "train": Program("pretrain_gpt.py", "megatron_ds.training.run"),
+    "train": Program("pretrain_gpt.py", "megatron_ds.training.run", has_ranks=True),
     "train-tokenizer": Program(
         "tools/train_tokenizer.py", "megatron_ds.preprocess.train_tokenizer"
     ),
@@ -64,6 +72,18 @@ PROGRAMS = {
     "verify-run": Program("tools/verify_run.py", "megatron_ds.training.replay.command"),
     "watch": Program("tools/watch.py", "megatron_ds.reports.watch"),
 }
+
+
+def summary(name: str) -> str:
+    """The first sentence of the module of a program, which is not imported."""
+    path = PACKAGE.joinpath(*PROGRAMS[name].module.split(".")[1:]).with_suffix(".py")
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.split("\n\n")[0].split())
+
+
+def is_installed() -> bool:
+    """Whether this package is without its repository, as pip installs it."""
+    return not (REPOSITORY / PROGRAMS["train"].file).is_file()
 
 
 def start_words(name: str) -> list[str]:

@@ -17,7 +17,8 @@ from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import user_error
 from megatron_ds.demo.results import clear, summary
-from megatron_ds.demo.steps import REPOSITORY, steps
+from megatron_ds.demo.steps import steps
+from megatron_ds.programs import REPOSITORY, is_installed
 
 
 @dataclass(frozen=True)
@@ -35,28 +36,29 @@ class Options:
     """Folder for the results."""
 
 
-def run(title: str, command: Sequence[object]) -> None:
-    """Print and run a command.
+def run(title: str, command: Sequence[object], folder: Path) -> None:
+    """Print and run a command in a folder.
 
     Raises:
         UserError: If the command fails.
     """
     words = [str(word) for word in command]
     print(f"\n== {title}\n$ {shlex.join(words)}", flush=True)
-    code = subprocess.call(words, cwd=REPOSITORY)
+    code = subprocess.call(words, cwd=folder)
     if code:
-        script = next(word for word in words if word.endswith(".py"))
+        script = next((word for word in words if word.endswith(".py")), shlex.join(words[:4]))
         raise user_error("demo-command-failed", script=script, status=code)
 
 
 def work(options: Options) -> None:
-    """The commands run in the repository, so all paths are relative to it."""
-    folder = Path(os.path.relpath(options.output, REPOSITORY))
-    data = None if options.data is None else Path(os.path.relpath(options.data, REPOSITORY))
-    os.chdir(REPOSITORY)
+    """The commands run in the repository, if there is one, so all paths are relative to it."""
+    base = Path.cwd() if is_installed() else REPOSITORY
+    folder = Path(os.path.relpath(options.output, base))
+    data = None if options.data is None else Path(os.path.relpath(options.data, base))
+    os.chdir(base)
     clear(folder, data)
     for title, command in steps(folder, data):
-        run(title, command)
+        run(title, command, base)
     print(summary(folder))
 
 

@@ -13,8 +13,8 @@ from megatron_ds.demo.results import read_unigram_loss
 from megatron_ds.demo.texts import prompt_prefixes, split_of
 from megatron_ds.launch.device import visible_devices
 from megatron_ds.launch.environment import prepare_environment
+from megatron_ds.programs import REPOSITORY, is_installed, start_words
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 4096
 ITERATIONS = 300
 MODEL = (
@@ -62,7 +62,7 @@ TRAINING = (
     "10",
 )
 PROMPTS = ("def __init__(self", "import os\n", "The return value is")
-PYTHON = os.path.relpath(sys.executable, REPOSITORY)
+PYTHON = sys.executable if is_installed() else os.path.relpath(sys.executable, REPOSITORY)
 
 Step = tuple[str, Sequence[object]]
 """Title and command."""
@@ -76,18 +76,18 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     unigram = folder / "unigram.json"
     vocabulary = {"vocab_file": folder / "vocab.json", "merge_file": folder / "merges.txt"}
     if data is None:
-        yield tool("A corpus of text that comes with every Python", "make_corpus", output=corpus)
+        yield tool("A corpus of text that comes with every Python", "make-corpus", output=corpus)
     split = split_of(corpus)
     yield tool(
         "A byte-level BPE tokenizer",
-        "train_tokenizer",
+        "train-tokenizer",
         input=corpus,
         vocab_size=VOCAB_SIZE,
         output_dir=folder,
     )
     yield tool(
         "Token files",
-        "preprocess_data",
+        "preprocess",
         input=corpus,
         output_prefix=folder / "text",
         tokenizer_type="GPT2BPETokenizer",
@@ -98,7 +98,7 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     size = len(json.loads((folder / "vocab.json").read_text(encoding="utf-8")))
     yield tool(
         "The loss of a model that knows only token frequencies",
-        "unigram_loss",
+        "unigram-loss",
         data_path=tokens,
         split=split,
         vocab_size=size,
@@ -110,7 +110,7 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     yield "The same command resumes from the checkpoint", training
     yield tool(
         "The loss curve",
-        "plot_loss",
+        "plot-loss",
         checkpoints,
         output=folder / "loss.png",
         baseline=f"{read_unigram_loss(unigram):.4f}",
@@ -118,7 +118,7 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     )
     yield tool(
         "Text from prompts",
-        "generate_samples_gpt",
+        "generate",
         load=checkpoints,
         out_seq_length=48,
         temperature=0.7,
@@ -136,7 +136,7 @@ def training_command(folder: Path, split: str, vocabulary: Mapping[str, object])
         process_count(),
         "--master_port",
         free_port(),
-        "pretrain_gpt.py",
+        *(["--module", *start_words("train")[1:]] if is_installed() else program_words("train")),
         *MODEL,
         *TRAINING,
         *flags_of(**vocabulary, data_path=folder / "text_text_document", split=split),
@@ -149,11 +149,17 @@ def tool(title: str, name: str, *arguments: object, **flags: object) -> Step:
 
     Args:
         title: What the step does.
-        name: Name of the tool.
+        name: Name of the program.
         arguments: Arguments without a flag.
         flags: Values of flags by name, see `flags_of`.
     """
-    return title, [PYTHON, f"tools/{name}.py", *arguments, *flags_of(**flags)]
+    return title, [PYTHON, *program_words(name), *arguments, *flags_of(**flags)]
+
+
+def program_words(name: str) -> list[str]:
+    """The words after `python` that start a program from the folder where the commands run."""
+    words = start_words(name)
+    return words if is_installed() else [os.path.relpath(words[0], REPOSITORY)]
 
 
 def flags_of(**values: object) -> Iterator[object]:

@@ -24,8 +24,8 @@ from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.engine.ds_config.merge import merge_file
+from megatron_ds.programs import start_words
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone")
 DOCUMENTS = 64
 """Number of documents that --try makes up, and of tokens of each."""
@@ -114,7 +114,7 @@ def _train(diagnosis: Diagnosis, folder: Path) -> bool:
             writer.add_documents(document, [len(document)])
     print(f"trying {processes} processes: pretrain_gpt.py {shlex.join(flags)}", file=sys.stderr)
     launcher = [*LAUNCHER, "--nproc_per_node", str(processes)] if processes > 1 else []
-    program = [sys.executable, *launcher, str(REPOSITORY / "pretrain_gpt.py"), *flags]
+    program = [sys.executable, *launcher, *start_words("train"), *flags]
     environment = ["env", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
     return subprocess.call([*environment, *program], cwd=folder, stdout=sys.stderr) != 0
 

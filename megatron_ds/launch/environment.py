@@ -32,6 +32,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def rank_of_launcher() -> str | None:
+    """The rank that `torchrun` or `deepspeed` gave this process; None if neither started it."""
+    return os.environ.get("RANK")
+
+
 def rendezvous() -> str:
     """Host and port at which the processes meet, as given to torch."""
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-PACKAGES = ("megatron_ds", "torch", "deepspeed", "numpy", "tokenizers")
-"""Packages whose versions decide what a run computes."""
+from megatron_ds.version import VERSION
+
+PACKAGES = ("torch", "deepspeed", "numpy", "tokenizers")
+"""Packages whose versions decide what a run computes, besides this one."""
 SOURCES = (".py", ".toml", ".json")
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages."""
@@ -23,7 +25,7 @@ def versions() -> dict[str, str]:
     """Versions of Python and the packages."""
     from importlib import metadata  # slow to import, and most programs do not need it
 
-    installed = {}
+    installed = {"megatron_ds": VERSION}
     for package in PACKAGES:
         try:
             installed[package] = metadata.version(package)

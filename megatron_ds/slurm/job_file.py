@@ -1,4 +1,4 @@
-"""The file with which sbatch starts a run: examples/slurm/pretrain_gpt.sbatch with its settings."""
+"""The file with which sbatch starts a run: pretrain_gpt.sbatch with the settings of the run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.programs import REPOSITORY, is_installed, start_words
 from megatron_ds.slurm.options import Submit
 from megatron_ds.slurm.records import OUTPUT
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PRETRAIN = REPOSITORY / "pretrain_gpt.py"
-TEMPLATE = REPOSITORY / "examples" / "slurm" / "pretrain_gpt.sbatch"
+TEMPLATE = Path(__file__).with_name("pretrain_gpt.sbatch")
 FILE = "slurm.sbatch"
 """The job's file, in the folder of the run."""
 NEXT_LINE = " \\\n    "
@@ -45,11 +44,10 @@ def job_file(options: Submit, counts: Sequence[int], flags: Sequence[str]) -> st
     }
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in values.items() if value]
     variables = {
-        "repository": REPOSITORY,
-        "python": sys.executable,
-        "program": os.path.abspath(options.program or PRETRAIN),
-        "ranks": options.ranks_per_node,
-        "node_counts": " ".join(map(str, counts)),
+        **_programs(options.program),
+        "python": shlex.quote(sys.executable),
+        "ranks": str(options.ranks_per_node),
+        "node_counts": shlex.quote(" ".join(map(str, counts))),
     }
     again = f"sbatch {shlex.quote(str(run / FILE))}"
     words = "".join(
@@ -64,8 +62,23 @@ def job_file(options: Submit, counts: Sequence[int], flags: Sequence[str]) -> st
             f"# Written by tools/slurm.py submit; once more: {again}\n",
             *(f"#SBATCH --{line}\n" for line in comments[1:]),
             "\n",
-            *(f"{name}={shlex.quote(str(value))}\n" for name, value in variables.items()),
+            *(f"{name}={value}\n" for name, value in variables.items()),
             f"set --{words}\n\n",
             Path(options.template or TEMPLATE).read_text(encoding="utf-8").partition("\n\n")[2],
         ]
     )
+
+
+def _programs(script: str | None) -> dict[str, str]:
+    """Variables of the job's file with the words that start the run, and queue the job again.
+
+    Args:
+        script: Program of the run, if it is not the package's own.
+    """
+    train = start_words("train") if script is None else [os.path.abspath(script)]
+    if is_installed():
+        return {
+            name: f"({shlex.join(words)})"
+            for name, words in (("program", train), ("slurm", start_words("slurm")))
+        }
+    return {"repository": shlex.quote(str(REPOSITORY)), "program": shlex.join(train)}

@@ -6,12 +6,15 @@ import ast
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from megatron_ds import __main__ as console
 from megatron_ds import programs
+from megatron_ds.launch import local_ranks
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.programs import PROGRAMS, shown_name, start_words
 from tests.import_graph import REPOSITORY, imports, tree
@@ -79,7 +82,7 @@ def test_the_overview_has_a_sentence_for_each_program_and_imports_none(tmp_path:
         check=True,
         cwd=tmp_path,
     )
-    rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()[2:]]
+    rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()[3:]]
     assert [name for name, _ in rows] == list(PROGRAMS)
     assert all(sentence.endswith(".") for _, sentence in rows)
 
@@ -130,3 +133,43 @@ def test_a_program_is_started_again_by_its_file_or_by_its_name(
     assert start_words("plan") == [str(TOOLS / "plan.py")]
     monkeypatch.setattr(programs, "REPOSITORY", tmp_path)
     assert start_words("plan") == ["-m", "megatron_ds", "plan"]
+
+
+def test_a_number_of_ranks_is_taken_from_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim (command-line): `megatron-ds train --num-gpus N` starts N ranks on this machine"""
+    commands: list[Sequence[str]] = []
+
+    def replaced(words: Sequence[str]) -> NoReturn:
+        commands.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(local_ranks, "become", replaced)
+    for words in (["--num-gpus", "2", "--lr", "1"], ["--lr", "1", "--num_gpus=2"]):
+        with pytest.raises(SystemExit):
+            console.main(["train", *words])
+    first, second = commands
+    assert first == second
+    assert first[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert first[-6:] == ["2", "-m", "megatron_ds", "train", "--lr", "1"]
+
+
+@pytest.mark.parametrize("value", ["two", "0", "-1", ""])
+def test_a_wrong_number_of_ranks_is_refused(
+    value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as end:
+        console.main(["train", "--num-gpus", value])
+    assert end.value.code == ExitCode.BAD_SETTINGS
+    assert "[bad-rank-count]" in capsys.readouterr().err
+
+
+def test_ranks_are_not_started_by_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        console.main(["train", "--num-gpus", "2"])
+    assert end.value.code == ExitCode.BAD_SETTINGS
+    assert "[ranks-started-twice]" in capsys.readouterr().err

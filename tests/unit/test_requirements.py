@@ -5,13 +5,18 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from setuptools import Distribution, find_namespace_packages  # type: ignore[import-untyped]
+
+import megatron_ds
+from tests.import_graph import imports, sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -46,7 +51,8 @@ def ranges(extra: str | None = None) -> list[Requirement]:
     """What setup.py asks for, extras included; or what one extra asks for."""
     needed = ast.literal_eval(setup_arguments()["install_requires"])
     texts = extras()[extra] if extra else [*needed, *(t for e in extras().values() for t in e)]
-    return [Requirement(text) for text in texts]
+    requirements = [Requirement(text) for text in texts]
+    return [requirement for requirement in requirements if requirement.name != "megatron_ds"]
 
 
 def data_files(package_data: dict[str, list[str]]) -> set[str]:
@@ -106,3 +112,41 @@ def test_the_name_apex_is_never_required() -> None:
     """On the package index it is another project than NVIDIA's."""
     assert "apex" not in pins()
     assert "apex" not in {requirement.name for requirement in ranges()}
+
+
+LIBRARIES_OF_OTHERS = {
+    "hjson": "deepspeed",
+    "huggingface_hub": "tokenizers",
+    "pydantic": "deepspeed",
+    "starlette": "fastapi",
+}
+"""Packages that another one brings, because its interface consists of their objects."""
+DISTRIBUTIONS = {"jinja2": "Jinja2", "yaml": "PyYAML"}
+"""Modules that do not have their distribution's name."""
+
+
+def test_every_imported_package_is_required_or_in_an_extra() -> None:
+    """Claim (command-line): the extras of the package have every other package that it imports"""
+    listed = {canonicalize_name(requirement.name) for requirement in ranges()}
+    modules = {name.split(".")[0] for path in sources() for name in imports(path)} - {""}
+    foreign = modules - sys.stdlib_module_names - {"megatron_ds"}
+    brought = {LIBRARIES_OF_OTHERS.get(name, DISTRIBUTIONS.get(name, name)) for name in foreign}
+    assert {canonicalize_name(name) for name in brought} - listed == set()
+    assert "datasets" in foreign
+
+
+def test_the_extra_all_has_every_extra_of_a_user() -> None:
+    (everything,) = [Requirement(text) for text in extras()["all"]]
+    # bitsandbytes and Ray are large, and few programs use them.
+    assert everything.extras == extras().keys() - {"all", "test", "dev", "8bit", "ray"}
+
+
+def test_the_version_is_the_one_that_files_name() -> None:
+    """Claim (command-line): CHANGELOG.md and CITATION.cff name the version of the package"""
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert citation["version"] == megatron_ds.__version__
+    assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\S+)", changes, re.M)
+    assert versions[0] == megatron_ds.__version__
+    assert [*map(Version, versions)] == sorted(map(Version, versions), reverse=True)

@@ -55,6 +55,8 @@ def _host() -> str:
 
 def _remedy() -> str:
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+    if not os.path.exists(os.path.join(root, "setup.py")):  # an installed package
+        return f"Install the package again: {sys.executable} -m pip install megatron_ds"
     python = os.path.join(root, ".venv", "bin", "python")
     if os.path.exists(python):
         return f"Run it with {python}"

@@ -22,9 +22,9 @@ from megatron_ds.config.options.checkpoint import missing_folder
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_config.fields import field_value
 from megatron_ds.launch.ranks.rank_variables import RANK_VARIABLES
+from megatron_ds.programs import start_words
 from megatron_ds.training.replay.verification import Trust, verify
 
-PRETRAIN = Path(__file__).resolve().parents[3] / "pretrain_gpt.py"
 LAUNCHER = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -85,7 +85,8 @@ def work(options: Options) -> int:
 
 def start_replay(options: Options, words: Sequence[str]) -> int:
     """Trains as one process on the host; prints its log if it fails, or if asked for."""
-    program = [sys.executable, options.script or str(PRETRAIN), *words]
+    script = [options.script] if options.script is not None else start_words("train")
+    program = [sys.executable, *script, *words]
     unset = [word for name in LAUNCHER for word in ("-u", name)]
     command = ["env", *unset, "DS_ACCELERATOR=cpu", *program]
     if options.show_logs:

@@ -86,7 +86,7 @@ def test_failing_command_is_reported(tmp_path: Path) -> None:
     script.write_text("raise SystemExit(3)")
 
     with raises_problem("demo-command-failed", contains=f"{script} failed (exit code 3)"):
-        run("a step", [sys.executable, script])
+        run("a step", [sys.executable, script], tmp_path)
 
 
 @pytest.mark.parametrize(

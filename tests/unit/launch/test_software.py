@@ -59,6 +59,6 @@ def test_modules_beside_the_program_have_a_digest_and_installed_ones_have_none(
 def test_a_package_that_is_missing_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "PACKAGES", ("torch", "no_such_package"))
     found = software.versions()
-    assert {*found} == {"torch", "no_such_package", "Python"}
+    assert {*found} == {"megatron_ds", "torch", "no_such_package", "Python"}
     assert found["no_such_package"] == "(not installed)"
     assert found["torch"][0].isdigit()

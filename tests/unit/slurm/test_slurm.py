@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.programs import REPOSITORY
 from megatron_ds.slurm import command
-from megatron_ds.slurm.job_file import REPOSITORY
 from megatron_ds.slurm.time_limit import seconds_of
 from tests.unit.reports.run_files import event, start, steps, write_run
 

@@ -1,0 +1,3 @@
+"""The version of the package; CHANGELOG.md says what a version promises."""
+
+VERSION = "0.2.0"
