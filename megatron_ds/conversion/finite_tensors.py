@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.tensor_files import LARGEST, find_extreme
-from megatron_ds.engine.states.state_reader import TensorReader
+from megatron_ds.engine.states.state_reader import Columns, TensorReader
 
 
 def finite(tensor: TensorReader, name: str, path: Path) -> TensorReader:
@@ -20,15 +21,15 @@ def finite(tensor: TensorReader, name: str, path: Path) -> TensorReader:
         path: Their folder.
 
     Raises:
-        UserError: When it is read, if a value is NaN, infinite or too large.
+        UserError: When it is read, if a value that is read is NaN, infinite or too large.
     """
 
-    def load() -> Tensor:
-        value = tensor.read()
+    def load(rows: range, columns: Columns | None) -> Tensor:
+        value = tensor.load(rows, columns)
         if find_extreme(value, name) is not None:
             raise user_error(
                 "foreign-weights-not-finite", path=path, name=name, largest=f"{LARGEST:g}"
             )
         return value
 
-    return TensorReader.full(tensor.shape, tensor.dtype, load)
+    return replace(tensor, load=load)

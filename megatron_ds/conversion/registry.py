@@ -11,6 +11,7 @@ from megatron_ds.checkpoint.metadata import MANIFEST, RUN
 from megatron_ds.config.options.checkpoint import FORMATS as NAMES
 from megatron_ds.config.problems import Problem, UserError, ignore, user_error
 from megatron_ds.conversion.foreign.recognition import find_foreign
+from megatron_ds.conversion.foreign.trainers import detect_trainer
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
 from megatron_ds.conversion.inspect.verify import (
     Verification,
@@ -42,6 +43,7 @@ from megatron_ds.conversion.source import (
     SourceCheckpoint,
     WriteOptions,
 )
+from megatron_ds.conversion.trainers.litgpt import open_litgpt
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import is_hf, is_weights_folder
 
@@ -65,7 +67,19 @@ class Format:
     """Writes a new folder, complete or not at all. None: another one of its name does."""
 
 
+def _is_of(name: str) -> Callable[[Path], bool]:
+    """Gives a function that returns whether a folder has a checkpoint of another trainer."""
+
+    def matches(path: Path) -> bool:
+        checkpoint = detect_trainer(path)
+        return checkpoint is not None and checkpoint.name == name
+
+    return matches
+
+
 FORMATS = (
+    # Some have a file that is a mark of torch_dist.
+    Format("litgpt", _is_of("litgpt"), open_litgpt, verify_tensors),
     # Megatron-DeepSpeed's folders have the names of native ones.
     Format("megatron", has_kind(LEGACY, DEEPSPEED), open_megatron, verify_tensors, write_megatron),
     Format("torch_dist", has_kind(TORCH_DIST), open_megatron, verify_tensors, write_torch_dist),

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from megatron_ds.checkpoint.compatibility import rope_fields
 from megatron_ds.config import CheckpointConfig, Config
-from megatron_ds.config.options.checkpoint import split_location
+from megatron_ds.config.options.checkpoint import TRAINERS, split_location
 from megatron_ds.config.options.optimizer_specs import ADAM
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.foreign.contents import FolderContents
+from megatron_ds.conversion.foreign.trainers import detect_trainer
 from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, detect_megatron
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.published import Publication
@@ -48,6 +49,9 @@ def find_importable(
     """
     if _is_named_hf(folder, options):
         return folder
+    trainer = detect_trainer(folder, split_location(options.load or "")[0])
+    if trainer is not None:
+        return trainer.path
     if options.step is not None or options.universal_checkpoint:
         checkpoint = detect_megatron(folder, options.step, universal=options.universal_checkpoint)
     if checkpoint is None:
@@ -321,7 +325,9 @@ def _open(path: Path, config: Config) -> SourceCheckpoint:
 
     model = dataclasses.asdict(config.model)
     options = ReadOptions(optimizer=True, checksums=False, model=model)
-    name = HF if _is_named_hf(path, config.checkpoint) else AUTO
+    name = split_location(config.checkpoint.load or "")[0]
+    if name not in TRAINERS:
+        name = HF if _is_named_hf(path, config.checkpoint) else AUTO
     source = recognize(path, name).open(path, options)
     depths = source.settings.model.mtp_num_layers if "mtp_num_layers" in config.given else 0
     if not depths or config.model.mtp_num_layers:

@@ -24,6 +24,7 @@ from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.options.checkpoint import (
     FORMATS,
     TAG,
+    TRAINERS,
     hub_model,
     is_remote,
     is_same_path,
@@ -40,6 +41,7 @@ from megatron_ds.config.problems import (
     renaming_fields,
 )
 from megatron_ds.conversion.foreign.recognition import DEPTH, find_foreign, find_foreign_in
+from megatron_ds.conversion.foreign.trainers import detect_trainer
 from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, detect_megatron
 from megatron_ds.conversion.model_settings import malformed_values
 from megatron_ds.conversion.weights_locations import HF, HF_CONFIG, is_hf
@@ -268,6 +270,8 @@ def _missing_weights(config: Config, location: Location, contents: _Contents) ->
     name = split_location(options.load)[0]
     is_expected = name != "auto" or options.is_new_run or config.given.isdisjoint(MODEL_SIZE_FIELDS)
     is_there = is_hf(location.folder) if name == HF else contents.has_checkpoint
+    if name in TRAINERS:
+        is_there = detect_trainer(location.folder, name) is not None
     is_one = TAG.fullmatch(location.folder.name)  # an error of its own
     if not is_expected or is_there or is_one:
         return []

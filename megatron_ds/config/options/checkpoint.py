@@ -18,15 +18,22 @@ SAVE = when(save=ANY_VALUE)
 LOAD = when(load=ANY_VALUE)
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
-FORMATS = ("native", "universal", "hf", "megatron", "torch_dist")
+TRAINERS = ("litgpt",)
+"""Formats of the checkpoints of other trainers."""
+FORMATS = ("native", "universal", "hf", "megatron", "torch_dist", *TRAINERS)
 """Formats that --load can name before the folder, as in hf:FOLDER."""
+REFUSED_FORMATS = ("nanochat",)
+"""Formats that it can name, too, whose models have parts that do not exist here."""
+WRITTEN_FORMATS = ("native", "universal", "hf", "megatron", "torch_dist")
+"""Formats of tools/convert_checkpoint.py --to."""
 FORMAT_SYNONYMS = {"huggingface": "hf", "transformers": "hf", "torch-dist": "torch_dist"}
 
 
 def split_location(load: str) -> tuple[str, str]:
     """The format that a value of --load names, or "auto", and the folder."""
     name, colon, folder = load.partition(":")
-    return (name, folder) if colon and name in FORMATS else ("auto", load)
+    is_named = name in (*FORMATS, *REFUSED_FORMATS)
+    return (name, folder) if colon and is_named else ("auto", load)
 
 
 def is_url(location: str) -> bool:

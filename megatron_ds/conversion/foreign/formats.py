@@ -89,9 +89,8 @@ def _olmo(contents: FolderContents) -> Path | None:
 
 
 def _litgpt(contents: FolderContents) -> Path | None:
-    weights = contents.first(r"lit_model\.pth(\.\w+)?")
-    is_litgpt = contents.has("model_config.yaml") or weights == contents.path / "lit_model.pth"
-    return weights if is_litgpt else None
+    """Adapters, of which the weights are a part: lit_model.pth.lora."""
+    return contents.first(r"lit_model\.pth\.\w+")
 
 
 def _nanochat(contents: FolderContents) -> Path | None:
@@ -370,7 +369,7 @@ ALIKE = (
 """Folders that look like checkpoints that are read, and are compared before these. A program comes
 before the libraries that it saves with."""
 CERTAIN = (
-    ForeignFormat("foreign-litgpt", "litgpt", _litgpt),
+    ForeignFormat("foreign-litgpt-adapter", "litgpt, adapters", _litgpt),
     ForeignFormat("foreign-nanochat", "nanochat", _nanochat),
     ForeignFormat("foreign-nanotron", "nanotron", _nanotron),
     ForeignFormat("foreign-nanogpt", "nanoGPT", _nanogpt),

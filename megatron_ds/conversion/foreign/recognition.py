@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ds.checkpoint.metadata import RUN, list_checkpoints
 from megatron_ds.config.options.checkpoint import is_remote, missing_folder, split_location
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.conversion.foreign.contents import FolderContents
 from megatron_ds.conversion.foreign.formats import ALIKE, CERTAIN, GENERAL, ForeignFormat
+from megatron_ds.conversion.foreign.trainers import detect_trainer, is_own
 from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, detect_megatron
-from megatron_ds.conversion.weights_locations import HF, is_weights_folder
+from megatron_ds.conversion.weights_locations import HF
 
 DEPTH = 2
 """Levels of folders below one, in which checkpoints are looked for: OUTPUT/checkpoint/step-10."""
@@ -64,6 +64,11 @@ def find_foreign_in(
         name: The format that was given for it.
         depth: Levels of folders below it that are searched.
     """
+    if detect_trainer(path, name) is not None:
+        return None
+    if (trainer := detect_trainer(path)) is not None:
+        texts = {"file": trainer.file, "name": trainer.name, "named": name}
+        return Problem("foreign-of-other-format", path=shown, **texts)
     contents = FolderContents(path)
     is_model = contents.is_model_of_transformers
     checkpoint = None if is_model and name == HF else checkpoint
@@ -72,7 +77,7 @@ def find_foreign_in(
     folder = path if checkpoint is None else checkpoint.path
     if (problem := _find(FolderContents(folder), ALIKE, shown)) is not None:
         return problem
-    if checkpoint is not None or _is_own(path):
+    if checkpoint is not None or is_own(path):
         return None
     problems = (
         _find(contents, CERTAIN, shown),
@@ -131,6 +136,9 @@ def _find_below(above: Sequence[FolderContents], shown: object, depth: int) -> P
     for folder in below if depth else []:
         if folder.is_model_of_transformers:
             return Problem("foreign-model-below", path=shown, folder=folder.path)
+        if (trainer := detect_trainer(folder.path)) is not None:
+            texts = {"folder": folder.path, "name": trainer.name}
+            return Problem("foreign-checkpoint-below", path=shown, **texts)
         if (problem := _find(folder, SPECIFIC, shown)) is not None:
             return problem
     return _find_below(below, shown, depth - 1) if depth and below else None
@@ -142,7 +150,10 @@ def _find_file(path: Path, shown: object) -> Problem:
         return _is_a_file(shown, f"{HF}:{path.parent}")
     above = path.absolute().parents[:DEPTH_ABOVE]
     for folder in above:
-        if _is_own(folder) or detect_megatron(folder) is not None:
+        trainer = detect_trainer(folder)
+        if trainer is not None and trainer.path == folder:
+            return _is_a_file(shown, f"{trainer.name}:{folder}")
+        if is_own(folder) or detect_megatron(folder) is not None:
             return find_foreign(folder, shown, depth=0) or _is_a_file(shown, folder)
     alone = FolderContents(path.parent, only=path.name)
     problems = (
@@ -156,9 +167,3 @@ def _find_file(path: Path, shown: object) -> Problem:
 def _is_a_file(shown: object, location: object = None) -> Problem:
     hint = "" if location is None else f": {option('load')} {location}"
     return Problem("load-is-a-file", path=shown, hint=hint)
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether a folder has checkpoints or weights of this program, damaged or not."""
-    is_saved = (folder / RUN).is_file() or bool(list_checkpoints(folder))
-    return is_saved or is_weights_folder(folder)

@@ -5,6 +5,7 @@ Works without DeepSpeed, for generation, except for files that contain its class
 
 from __future__ import annotations
 
+import errno
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -70,6 +71,11 @@ def read_tensors(
         with torch.serialization.safe_globals(safe_classes() if classes is None else list(classes)):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise user_error("tensor-file-unreadable", path=name or path, error=error) from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # torch looks for the end of a truncated file before its start.
         raise user_error("tensor-file-unreadable", path=name or path, error=error) from error
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_ds.config.fields import option_field, when
-from megatron_ds.config.options.checkpoint import FORMAT_SYNONYMS, FORMATS, split_location
+from megatron_ds.config.options.checkpoint import (
+    FORMAT_SYNONYMS,
+    FORMATS,
+    REFUSED_FORMATS,
+    WRITTEN_FORMATS,
+    split_location,
+)
 from megatron_ds.config.problems import Problem
 from megatron_ds.conversion.foreign.recognition import location_problems
 
@@ -61,9 +67,11 @@ class Options:
     """Folder to convert, a URL such as s3://BUCKET/FOLDER, or hf:OWNER/NAME on the Hub."""
     save: str = option_field("", metavar="FOLDER", required=True)
     """New folder of the converted weights."""
-    source_format: str = format_field("auto", flag="from", choices=("auto", *FORMATS))
+    source_format: str = format_field(
+        "auto", flag="from", choices=("auto", *FORMATS, *REFUSED_FORMATS)
+    )
     """Format of --load."""
-    target_format: str = format_field("", flag="to", choices=FORMATS, required=True)
+    target_format: str = format_field("", flag="to", choices=WRITTEN_FORMATS, required=True)
     """Format of --save."""
     dtype: str | None = option_field(None, choices=("fp32", "bf16", "fp16"))
     """Type of the weights (default: as they are)."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ds.checkpoint.files.full_weights import load_full_weights
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, declared_weights
@@ -105,3 +106,22 @@ def assert_same_tensors(found: SourceCheckpoint, expected: SourceCheckpoint) -> 
         own = found.tensors[name]
         assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), name
         assert torch.equal(own.read(), tensor.read()), name
+
+
+def logits_of(source: SourceCheckpoint, tokens: Tensor) -> Tensor:
+    """fp32 logits [B, S, V] of the model of a source, without padding of ours.
+
+    Args:
+        source: The weights.
+        tokens: Ids [B, S].
+    """
+    settings = source.settings
+    raw = GPTModel(
+        settings.model, mesh=Mesh.single(), rng=RngStreams(0), seed=None, moe=settings.moe
+    )
+    model = raw.float().eval()
+    weights = ((name, tensor.read()) for name, tensor in source.tensors.items())
+    load_full_weights(model, weights, 0, 1)
+    with torch.no_grad():
+        logits: Tensor = model.logits(model.hidden(tokens))
+    return logits[..., : settings.model.vocab_size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import shutil
 from pathlib import Path
@@ -29,8 +30,9 @@ from tests.unit.conversion.foreign_trees import TREES, write_tree
 from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.models import SMALL, random_source
 
+REFUSED = [name for name, tree in TREES.items() if "code" in tree]
+READ = [name for name, tree in TREES.items() if "read" in tree]
 PEERS = {
-    "litgpt": "foreign-litgpt",
     "nanochat": "foreign-nanochat",
     "olmo_core": "foreign-olmo-core",
     "olmo_core/step1/model_and_optim": "foreign-olmo-core",
@@ -41,7 +43,7 @@ PEERS = {
 """Folders that the programs wrote themselves."""
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_checkpoint_is_recognized_by_its_files(name: str, tmp_path: Path) -> None:
     """In its folder, in folders above it, and by its file, whatever format is given."""
     tree = TREES[name]
@@ -57,11 +59,38 @@ def test_a_checkpoint_is_recognized_by_its_files(name: str, tmp_path: Path) -> N
             recognize(folder.parent)
 
 
+@pytest.mark.parametrize("name", READ)
+def test_a_checkpoint_that_is_read_is_recognized_by_its_files(name: str, tmp_path: Path) -> None:
+    """In its folder and the one with its steps; another format, its files, and folders further
+    above are refused with what names it."""
+    tree = TREES[name]
+    trainer = tree["read"]
+    folder = write_tree(name, tmp_path / "above" / "checkpoint")
+    file = folder / tree["file"]
+    given = folder / tree.get("folder", ".")
+    for format_name in NAMES:
+        if format_name in (trainer, *tree.get("also", ())):
+            assert find_foreign(given, name=format_name) is None
+            assert recognize(given, format_name).name == format_name
+        else:
+            with raises_problem("foreign-of-other-format", "load", contains=str(file)):
+                recognize(given, format_name)
+    assert recognize(given).name == tree.get("auto", trainer)
+    with raises_problem("foreign-checkpoint-below", "load", contains=f"{trainer}:{file.parent}"):
+        recognize(given.parent)
+    if file.suffix not in (".json", "") and file.is_file():
+        assert codes([*location_problems(str(file))]) == ["load-is-a-file"]
+
+
 def test_every_format_has_a_case_and_a_row_of_the_page() -> None:
-    assert {entry.code for entry in FORMATS} == {tree["code"] for tree in TREES.values()}
+    assert {entry.code for entry in FORMATS} == {TREES[name]["code"] for name in REFUSED}
     page = (REPOSITORY / "docs" / "checkpoints" / "other_trainers.md").read_text()
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if " | " in line]
-    assert sorted(rows[1:]) == sorted({entry.name for entry in FORMATS})
+    table = page[page.index("| program | recognized by |") :].splitlines()[2:]
+    rows = [
+        line.split(" | ")[0].removeprefix("| ")
+        for line in itertools.takewhile(lambda line: line.startswith("|"), table)
+    ]
+    assert sorted(rows) == sorted({entry.name for entry in FORMATS})
 
 
 @pytest.mark.parametrize("name", PEERS)

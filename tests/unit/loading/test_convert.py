@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.options.checkpoint import FORMATS
+from megatron_ds.config.options.checkpoint import FORMATS, WRITTEN_FORMATS
 from megatron_ds.conversion import convert, registry
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_write import write_hf
@@ -138,11 +138,11 @@ def test_wrong_folders_are_rejected(tmp_path: Path, run: Run) -> None:
     (tmp_path / "empty").mkdir()
     assert codes("--load", tmp_path / "gone", "--to", "hf", status=2) == ["load-folder-missing"]
     assert codes("--load", tmp_path / "empty", "--to", "huggingface") == ["weights-format-unknown"]
-    foreign = write_tree("litgpt", tmp_path / "foreign")
+    foreign = write_tree("nanoGPT", tmp_path / "foreign")
     for flags in ((), ("--from", "hf"), ("--from", "megatron")):
-        for load in (foreign, foreign / "lit_model.pth"):
+        for load in (foreign, foreign / "ckpt.pt"):
             found = codes("--load", load, *flags, "--to", "native", status=2)
-            assert found == ["foreign-litgpt"]
+            assert found == ["foreign-nanogpt"]
     url = f"file://{tmp_path}/gone"
     errors = run("--load", url, "--to", "hf", "--save", tmp_path / "new", status=1).err
     assert f"--load {url}: " in errors  # not its staging folder
@@ -271,5 +271,5 @@ def test_errors_of_a_script_name_its_own_flags(
 
 def test_each_format_that_load_can_name_is_read_and_written() -> None:
     writers = [each.name for each in registry.FORMATS if each.write is not None]
-    assert sorted(writers) == sorted(FORMATS)
+    assert sorted(writers) == sorted(WRITTEN_FORMATS)
     assert {each.name for each in registry.FORMATS} == {*FORMATS}

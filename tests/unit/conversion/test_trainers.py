@@ -1,0 +1,190 @@
+"""Checkpoints of other trainers, as their own programs wrote them and as damaged ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ds.config.options.checkpoint import TRAINERS
+from megatron_ds.conversion.registry import open_source, recognize
+from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
+from tests.problems import raises_problem
+from tests.unit.conversion.models import logits_of
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A checkpoint that a trainer wrote itself, with the logits of its own model."""
+
+    name: str
+    folder: str
+    reference: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Options of the model that its files do not have."""
+
+    def options(self) -> ReadOptions:
+        return ReadOptions()
+
+
+PEERS = (Peer("litgpt", "litgpt", "litgpt"),)
+TOLERANCE = 1e-5
+
+
+def reference_of(folder: Path) -> tuple[Tensor, Tensor]:
+    """Tokens [B, S] and logits [B, S, V] of the trainer's own model."""
+    with numpy.load(folder / "reference.npz") as arrays:
+        return torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"])
+
+
+def opened(peer: Peer, folder: Path) -> SourceCheckpoint:
+    return open_source(folder, peer.name, peer.options())
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.folder)
+def test_logits_are_those_of_the_trainer(peer: Peer, shared_data: Path) -> None:
+    """Claim (conversion): logits of checkpoints that other trainers wrote are those of their own
+    programs, to 1e-5"""
+    folder = shared_data / "peer_checkpoints2"
+    tokens, expected = reference_of(folder / peer.reference)
+    source = opened(peer, folder / peer.folder)
+    difference = (logits_of(source, tokens) - expected).abs().max()
+    assert difference < TOLERANCE
+    assert recognize(folder / peer.folder, peer.name).name == peer.name
+
+
+def copied(peer: Peer, shared_data: Path, tmp_path: Path) -> Path:
+    """A copy that can be changed."""
+    folder = tmp_path / "copy"
+    shutil.copytree(shared_data / "peer_checkpoints2" / peer.folder, folder)
+    for path in folder.rglob("*"):
+        path.chmod(0o755)
+    return folder
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def link_outside(path: Path) -> None:
+    other = path.parent.parent / "elsewhere"
+    path.rename(other)
+    path.symlink_to(other)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (Path.unlink, "checkpoint-file-missing"),
+    "truncated": (truncate, "tensor-file-unreadable"),
+    "link": (link_outside, "foreign-link-outside"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.folder)
+def test_a_damaged_file_is_named(
+    peer: Peer, damage: str, shared_data: Path, tmp_path: Path
+) -> None:
+    folder = copied(peer, shared_data, tmp_path)
+    change, code = DAMAGE[damage]
+    file = next(path for path in sorted(folder.rglob("*")) if path.suffix in (".pth", ".distcp"))
+    change(file)
+    with raises_problem(code, contains=file.name):
+        for tensor in opened(peer, folder).tensors.values():
+            tensor.read()
+
+
+def change_state(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    state = torch.load(path, weights_only=True)
+    change(state["model"])
+    torch.save(state, path)
+
+
+STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
+    "unknown": (
+        lambda model: model.update({"transformer.h.0.attn.sinks": torch.zeros(4)}),
+        "foreign-tensors-unknown",
+        "transformer.h.0.attn.sinks",
+    ),
+    "missing": (
+        lambda model: model.pop("transformer.h.1.norm_2.weight"),
+        "foreign-tensors-missing",
+        "transformer.h.1.norm_2.weight",
+    ),
+    "shape": (
+        lambda model: model.update({"transformer.h.1.mlp.fc_1.weight": torch.zeros(47, 32)}),
+        "weights-shape-mismatch",
+        "transformer.h.1.mlp.fc_1.weight",
+    ),
+    "type": (
+        lambda model: model.update(
+            {"transformer.h.1.mlp.fc_1.weight": torch.zeros(48, 32, dtype=torch.int8)}
+        ),
+        "weights-type-unsupported",
+        "transformer.h.1.mlp.fc_1.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_wrong_tensor_is_named(case: str, shared_data: Path, tmp_path: Path) -> None:
+    folder = copied(PEERS[0], shared_data, tmp_path)
+    change, code, name = STATES[case]
+    change_state(folder / "lit_model.pth", change)
+    with raises_problem(code, contains=name):
+        open_source(folder)
+
+
+def test_values_that_are_not_finite_are_refused(shared_data: Path, tmp_path: Path) -> None:
+    folder = copied(PEERS[0], shared_data, tmp_path)
+    name = "transformer.h.1.attn.qkv.weight"
+    change_state(folder / "lit_model.pth", lambda model: model[name][3, 3].fill_(torch.inf))
+    with raises_problem("foreign-weights-not-finite", contains=name):
+        open_source(folder).tensors["layers.1.attention.qkv.weight"].read()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "latent_attention: {q_lora_rank: 8}",
+        "rope_adjustments: {beta_fast: 32, beta_slow: 1, factor: 4.0, original_max_seq_len: 64}",
+        "mlp_class_name: OtherMLP",
+        "another_key: 3",
+    ],
+)
+def test_settings_that_are_not_supported_are_named(
+    lines: str, shared_data: Path, tmp_path: Path
+) -> None:
+    """All at once."""
+    folder = copied(PEERS[0], shared_data, tmp_path)
+    with (folder / "model_config.yaml").open("a") as file:
+        file.write(f"{lines}\nnorm_1: false\n")
+    with raises_problem("foreign-parts-lacking", contains=lines.partition(":")[0]) as raised:
+        open_source(folder)
+    assert "norm_1" in str(raised.problem)
+
+
+def test_only_the_rows_that_are_used_are_read(shared_data: Path) -> None:
+    """Rows and columns of each tensor are those of the whole one."""
+    folder = shared_data / "peer_checkpoints2"
+    for peer in PEERS:
+        for name, tensor in opened(peer, folder / peer.folder).tensors.items():
+            whole = tensor.read()
+            size = whole.shape[0]
+            rows = range(size // 3, size - size // 4)
+            assert torch.equal(tensor.read(rows), whole[rows.start : rows.stop]), name
+            if whole.dim() == 2:
+                spans = [range(1, 5), range(7, 11)]
+                part = whole[rows.start : rows.stop]
+                expected = torch.cat([part[:, span.start : span.stop] for span in spans], 1)
+                assert torch.equal(tensor.read(rows, (1, spans)), expected), name
+
+
+def test_every_trainer_has_a_checkpoint_that_it_wrote() -> None:
+    assert {peer.name for peer in PEERS} == {*TRAINERS}
