@@ -137,7 +137,7 @@ def _seconds(config: Any, steps: int) -> float:
     from megatron_ds.parallel.mesh import Mesh
     from megatron_ds.train_state import StepPlan
 
-    mesh = Mesh.build(**config.axis_sizes)
+    mesh = Mesh.build(**config.mesh_sizes)
     engine = build_engine(as_a_large_model(config), mesh, torch.device("cpu"))
     size = config.schedule.micro_batch_size
     length = config.model.seq_length

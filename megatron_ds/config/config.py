@@ -234,9 +234,14 @@ class Config:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Sizes in effect of the parallel axes, as `Mesh.build` and `axis_groups` take them."""
+        """Sizes in effect of the parallel axes, by the names of `axis_groups`."""
         sizes = {f"{axis.name}_size": self.parallel.size_of(axis) for axis in AXES if axis.option}
         return sizes | {"ep_size": self.expert_parallel_size}
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The arguments of `Mesh.build`: `axis_sizes`, and groups within an axis."""
+        return self.axis_sizes | {"cp_inner_size": self.parallel.cp_inner_size}
 
     def effective_values(self) -> dict[str, dict[str, Any]]:
         """The values by group that have an effect, with defaults that follow from other fields."""
@@ -366,14 +371,15 @@ def _sequence_problems(config: Config) -> Iterator[Problem]:
     attention, Ulysses also splits the heads of a tensor-parallel rank.
     """
     yield from _sequence_length_problems(config)
-    size = config.parallel.ulysses_size
-    if size <= 1:
-        return
     model = config.model
     tp_size = config.parallel.tensor_model_parallel_size
     sizes = (tp_size, model.num_attention_heads, model.kv_heads)
     if min(sizes) > 0 and not any(heads % tp_size for heads in sizes[1:]):
-        yield from _head_problems(config, size)
+        for size in config.parallel.head_sharing_sizes:
+            problems = list(_head_problems(config, size)) if size > 1 else []
+            yield from problems
+            if problems:  # which larger sizes have, too
+                return
 
 
 def _sequence_length_problems(config: Config) -> Iterator[Problem]:

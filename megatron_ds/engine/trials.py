@@ -164,7 +164,7 @@ def attention_options(
             rule,
             phase.model,
             phase.schedule.micro_batch_size,
-            mesh.head_ranks,
+            config.parallel.head_ranks,
             _dtype(config),
             device,
             choice,
@@ -175,8 +175,8 @@ def attention_options(
     samples = order_of(choice, sizes_vary=config.lengths_vary)
     documents = order_of(choice, sizes_vary=True)
     packing = _packing_options(config)
-    exchanges = config.parallel.ring_exchanges
-    return AttentionOptions(samples, documents, kernels, packing, exchanges), warnings
+    kinds = config.parallel.cp_comm_type
+    return AttentionOptions(samples, documents, kernels, packing, kinds), warnings
 
 
 def _packing_options(config: Config) -> PackingOptions | None:

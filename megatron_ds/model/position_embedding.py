@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.options.parallel import kind_of_layer
+from megatron_ds.config.options.parallel import HIERARCHICAL, P2P, kind_of_layer
 from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
 from megatron_ds.model.attention.context import ContextAttention
 from megatron_ds.model.attention.cores import AttentionCore, UlyssesAttention
@@ -25,7 +25,7 @@ from megatron_ds.model.attention.masks import MaskTables, alibi_slopes
 from megatron_ds.model.attention.packed import Keys
 from megatron_ds.model.attention.rule import AttentionRule, Llama3Scaling, Rope, YarnScaling
 from megatron_ds.parallel.context.slices import SequenceSlices
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 
 
 class Rotation(NamedTuple):
@@ -61,18 +61,17 @@ class PositionEncoder:
     ) -> None:
         self._attention = attention
         self.max_length = config.seq_length
-        self._ulysses = mesh.ulysses
-        self._cp = mesh.cp
-        shard = mesh.tp.rank * mesh.ulysses.size + mesh.ulysses.rank
-        local = config.num_attention_heads // mesh.head_ranks
-        slopes = alibi_slopes(config.num_attention_heads)
-        self._masks = MaskTables(slopes[shard * local : (shard + 1) * local])
+        self._mesh = mesh
+        self._slopes = alibi_slopes(config.num_attention_heads)
+        self._masks: dict[int, MaskTables] = {}
+        """By the number of ranks of a sequence that share the heads."""
         self._rope_tables: dict[Rope, Rotation] = {}
 
     @property
     def tables(self) -> tuple[object, ...]:
         """Tables that contexts refer to, and other contexts may replace."""
-        return *self._rope_tables.values(), self._masks.device_slopes
+        masks = (tables.device_slopes for tables in self._masks.values())
+        return *self._rope_tables.values(), *masks
 
     def contexts(
         self, rules: Mapping[int, AttentionRule], keys: Keys
@@ -104,14 +103,32 @@ class PositionEncoder:
             keys: The forward pass.
             exchange: Kind of exchange of the context-parallel ranks.
         """
-        if self._cp.size == 1:
-            core = self._attention.backend(rule, keys).core(rule, keys, self._masks)
+        heads, chunks = self._mesh.sharing_attention(exchange)
+        masks = self._masks_of(heads)
+        if chunks.size == 1:
+            core = self._attention.backend(rule, keys).core(rule, keys, masks)
         else:
-            slopes_n = self._masks.slopes(rule, keys.device)
+            slopes_n = masks.slopes(rule, keys.device)
             documents = keys.documents if keys.has_documents else None
             ids_BS = None if documents is None else documents.doc_ids_BS
-            core = ContextAttention(rule, self._cp, exchange, slopes_n, ids_BS)
-        return core if self._ulysses.size == 1 else UlyssesAttention(core, self._ulysses)
+            keys_exchange = P2P if exchange == HIERARCHICAL else exchange
+            core = ContextAttention(rule, chunks, keys_exchange, slopes_n, ids_BS)
+        if heads.size == 1:
+            return core
+        return UlyssesAttention(core, heads, heads.size // self._mesh.ulysses.size)
+
+    def _masks_of(self, heads: Group) -> MaskTables:
+        """The tables of this rank's heads.
+
+        Args:
+            heads: Ranks of a sequence that share those of a tensor-parallel rank.
+        """
+        if heads.size not in self._masks:
+            tp = self._mesh.tp
+            shard = tp.rank * heads.size + heads.rank
+            local = len(self._slopes) // (tp.size * heads.size)
+            self._masks[heads.size] = MaskTables(self._slopes[shard * local : (shard + 1) * local])
+        return self._masks[heads.size]
 
     def _rotation(self, rope: Rope, keys: Keys) -> Rotation:
         """This rank's rows of the table."""
@@ -119,7 +136,7 @@ class PositionEncoder:
         end = keys.offset + keys.queries
         positions_BS = keys.positions_BS
         table = self._rope_tables.get(rope)
-        local = SequenceSlices.of(keys.queries, self._cp, self._ulysses)
+        local = SequenceSlices.of(keys.queries, self._mesh.cp, self._mesh.ulysses)
         if table is None or table[0].device != keys.device or table[0].shape[0] < end:
             table = rope_table(max(end, self.max_length), rope, keys.device)
             self._rope_tables[rope] = table

@@ -18,14 +18,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ds.config.options.parallel import ALL_TO_ALL, HIERARCHICAL
 from megatron_ds.config.parallel_axes import AXES
 from megatron_ds.config.problems import user_error
 
 Ranks = tuple[int, ...]
 """Global ranks of a group, in the group's order."""
-URGENT = ("tp", "cp", "ulysses", "sequence", "pp")
+URGENT = ("tp", "cp", "ulysses", "sequence", "heads", "chunks", "pp")
 """Axes whose communication the layers of a pass wait for."""
-SHARING = ("cp", "ulysses", "sequence")
+GRID = ("pp", "edp", "ep", "chunks", "inner", "ulysses", "tp")
+"""Dimensions along which ranks are numbered: as `RANK_ORDER`, with the context-parallel ones in
+groups ("chunks") of `cp_inner_size` ranks ("inner")."""
+SEQUENCE = GRID[3:6]
+SPANS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "sequence": SEQUENCE,
+    "ep": ("ep",),
+    "cp": SEQUENCE[:2],
+    "ulysses": SEQUENCE[2:],
+    "heads": SEQUENCE[1:],
+    "chunks": SEQUENCE[:1],
+    "expert_dp": ("edp", *SEQUENCE),
+    "dp": ("edp", "ep"),
+    "pp": ("pp",),
+    "model": ("pp", "tp"),
+    "same_batch": (*SEQUENCE, "tp"),
+    "replicas": ("edp", "ep", *SEQUENCE),
+    "ep_tp": ("ep", "tp"),
+}
+"""Dimensions along which the ranks of each group differ."""
+SHARING = ("cp", "ulysses", "sequence", "heads", "chunks")
 """Groups of `Mesh` whose ranks have slices of the same sequences."""
 
 
@@ -35,6 +57,7 @@ def axis_groups(
     *,
     pp_size: int = 1,
     cp_size: int = 1,
+    cp_inner_size: int = 1,
     ulysses_size: int = 1,
     ep_size: int = 1,
 ) -> dict[str, list[Ranks]]:
@@ -51,12 +74,14 @@ def axis_groups(
         tp_size: Tensor-parallel size.
         pp_size: Pipeline-parallel size.
         cp_size: Context-parallel size.
+        cp_inner_size: Context-parallel ranks that share the heads in layers with a2a+p2p.
         ulysses_size: Sequence-parallel (Ulysses) size.
         ep_size: Expert-parallel size.
 
     Returns:
-        Groups by axis: "tp", "cp", "ulysses", "ep", "expert_dp", "dp", "pp"; "sequence": the
-        context x Ulysses ranks that have slices of the same sequences; "model": the tensor x
+        Groups by axis: "tp", "cp", "ulysses", "ep", "expert_dp", "dp", "pp"; "sequence": the ranks
+        that have slices of the same sequences; "heads": those of them that share the heads in
+        layers with a2a+p2p, and "chunks": the ranks that exchange keys there; "model": the tensor x
         pipeline ranks that together hold one copy of the model; "ep_tp": the ranks that together
         hold all experts, if tensor-parallel ranks have different ones; "same_batch": those that
         process the same samples; "replicas": the ranks with the same parameters, over which
@@ -73,14 +98,11 @@ def axis_groups(
         raise user_error(
             "world-size-not-divisible-by-parallel-sizes", world_size=world_size, layout=layout
         )
-    grid = torch.arange(world_size).view(pp_size, -1, ep_size, cp_size, ulysses_size, tp_size)
-    pp, edp, ep, *sequence, tp = range(grid.dim())
-    spans: dict[str, tuple[int, ...]] = {"tp": (tp,), "sequence": (*sequence,), "ep": (ep,)}
-    spans |= {"cp": (sequence[0],), "ulysses": (sequence[1],)}
-    spans |= {"expert_dp": (edp, *sequence), "dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
-    spans |= {"same_batch": (*sequence, tp), "replicas": (edp, ep, *sequence), "ep_tp": (ep, tp)}
+    cp_sizes = cp_size // cp_inner_size, cp_inner_size
+    grid = torch.arange(world_size).view(pp_size, -1, ep_size, *cp_sizes, ulysses_size, tp_size)
     groups = {}
-    for name, span in spans.items():
+    for name, dimensions in SPANS.items():
+        span = [GRID.index(dimension) for dimension in dimensions]
         others = [dim for dim in range(grid.dim()) if dim not in span]
         size = torch.Size([grid.shape[dim] for dim in span]).numel()
         groups[name] = [
@@ -167,6 +189,10 @@ class Mesh:
     ulysses: Group
     sequence: Group
     """The ranks that have slices of the same sequences."""
+    heads: Group
+    """Those of them that share the heads in layers that exchange slices for heads in groups."""
+    chunks: Group
+    """Ranks of different such groups, which exchange keys."""
     ep: Group
     expert_dp: Group
     replicas: Group
@@ -180,10 +206,18 @@ class Mesh:
     has_whole_experts: bool = False
     """Whether tensor-parallel ranks have different experts."""
 
-    @property
-    def head_ranks(self) -> int:
-        """Ranks that share the heads inside attention."""
-        return self.tp.size * self.ulysses.size
+    def sharing_attention(self, exchange: str) -> tuple[Group, Group]:
+        """The ranks that share the heads in layers with a kind of exchange, and those that then
+        have other chunks of the sequences.
+
+        Args:
+            exchange: A value of --cp-comm-type.
+        """
+        if exchange == ALL_TO_ALL:
+            return self.sequence, Group((self.rank,), 0, None)
+        if exchange == HIERARCHICAL:
+            return self.heads, self.chunks
+        return self.ulysses, self.cp
 
     @property
     def experts(self) -> Group:
@@ -197,6 +231,7 @@ class Mesh:
         *,
         pp_size: int = 1,
         cp_size: int = 1,
+        cp_inner_size: int = 1,
         ulysses_size: int = 1,
         ep_size: int = 1,
         timeout: timedelta | None = None,
@@ -207,6 +242,7 @@ class Mesh:
             tp_size: Tensor-parallel size.
             pp_size: Pipeline-parallel size.
             cp_size: Context-parallel size.
+            cp_inner_size: As for `axis_groups`.
             ulysses_size: Sequence-parallel size.
             ep_size: Expert-parallel size.
             timeout: Timeout of the groups' collectives. None: torch's default for the backend.
@@ -221,6 +257,7 @@ class Mesh:
             tp_size,
             pp_size=pp_size,
             cp_size=cp_size,
+            cp_inner_size=cp_inner_size,
             ulysses_size=ulysses_size,
             ep_size=ep_size,
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.options.parallel import ALL_GATHER, P2P, kind_of_layer
+from megatron_ds.config.options.parallel import ALL_GATHER, LayerExchange
 from megatron_ds.model.declaration.architecture import is_expert
 from megatron_ds.model.declaration.forward_pass import FP32
 from megatron_ds.model.declaration.parts import AttentionSpec
@@ -91,7 +91,6 @@ class _Messages:
         self.cp_rank = cp_rank
         self.replicas = self.inputs.dp_size
         self.tp_size = self.inputs.tp_size
-        self.ulysses_size = self.inputs.ulysses_size
         self.count = run.micro_batches
         self.spec = run.spec
         self.rank_layers = run.rank_layers[pp_rank]
@@ -231,51 +230,76 @@ class _Messages:
 
     def of_ulysses(self) -> Iterator[Traffic]:
         """Queries, keys and values before attention, its output after it, and their gradients."""
-        attention = self.spec.blocks[0].parts["attention"]
-        assert isinstance(attention, AttentionSpec)
-        q, kv = attention.exchanged(self.tp_size, self.ulysses_size)
-        exchanged = self.tokens * self.inputs.param_bytes * (2 * q + 2 * kv)
         passes = 3 if self.is_recomputed else 2
-        messages = self.count * self.layers * passes
-        yield Traffic(
-            "all-to-all", "ulysses", "heads", messages * exchanged, self.ulysses_size, 4 * messages
-        )
+        messages = self.count * passes
+        for exchange, layers in self._attention_by_exchange().items():
+            ranks = self.parallel.ds_sequence_parallel_size * exchange.inner
+            sizes = (sum(attention.exchanged(self.tp_size, ranks)) for attention in layers)
+            size = messages * self.tokens * self.inputs.param_bytes * 2 * sum(sizes)
+            axis = self._axes(exchange)[0]
+            yield Traffic("all-to-all", axis, "heads", size, ranks, 4 * messages * len(layers))
 
     def of_context(self) -> Iterator[Traffic]:
         """Keys and values of context-parallel ranks, in each pass, and their gradients."""
-        ranks = self.parallel.cp_size
-        if ranks == 1:
-            return
         has_two_forward_passes = self.config.recompute.recompute_granularity is not None
         passes = 3 if has_two_forward_passes else 2
-        sizes = {P2P: 0, ALL_GATHER: 0}
-        numbers = dict.fromkeys(sizes, 0)
-        width = self.model.seq_length // (CHUNKS * ranks)
+        what = "keys and values"
+        for exchange, layers in self._attention_by_exchange().items():
+            ranks = exchange.outer
+            if ranks == 1:
+                continue
+            axis = self._axes(exchange)[1]
+            sharing = self.parallel.ds_sequence_parallel_size * exchange.inner
+            sizes = [
+                self.count
+                * self.tokens
+                * self.inputs.param_bytes
+                * attention.exchanged_in_context(self.tp_size, sharing)
+                for attention in layers
+            ]
+            if exchange.keys == ALL_GATHER:
+                size = ranks * sum(sizes)
+                messages = self.count * len(layers)
+                yield Traffic("all-gather", axis, what, passes * size, ranks, passes * messages)
+                yield Traffic("all-to-all", axis, f"gradients of {what}", size, ranks, messages)
+                continue
+            total = 0
+            messages = 0
+            for attention, size in zip(layers, sizes, strict=True):
+                sent, returned = self._sent_chunks(attention, exchange)
+                total += (passes * sum(sent) + sum(returned)) * size // CHUNKS
+                messages += passes * sum(map(bool, sent)) + sum(map(bool, returned))
+            yield Traffic("send", axis, what, total, ranks, self.count * messages)
+
+    def _attention_by_exchange(self) -> dict[LayerExchange, list[AttentionSpec]]:
+        """The attention layers of this rank by their exchange."""
+        by_exchange: dict[LayerExchange, list[AttentionSpec]] = {}
         for layer in self.rank_layers:
             attention = layer.parts.get("attention")
-            if not isinstance(attention, AttentionSpec):
-                continue
-            exchange = kind_of_layer(self.parallel.ring_exchanges, int(layer.name.split(".")[1]))
-            elements = attention.exchanged_in_context(self.tp_size, self.ulysses_size)
-            size = self.count * self.tokens * self.inputs.param_bytes * elements
-            if exchange == ALL_GATHER:
-                sizes[exchange] += ranks * size
-                numbers[exchange] += self.count
-                continue
-            layout = ContextLayout(0, ranks, width, VisibleKeys(attention.rule.window))
-            others = [rank for rank in range(ranks) if rank != self.cp_rank]
-            sent = [len(layout.needs(rank, self.cp_rank)) for rank in others]
-            returned = [len(layout.needs(self.cp_rank, rank)) for rank in others]
-            sizes[exchange] += (passes * sum(sent) + sum(returned)) * size // CHUNKS
-            numbers[exchange] += self.count * (
-                passes * sum(map(bool, sent)) + sum(map(bool, returned))
-            )
-        what = "keys and values"
-        yield Traffic("send", "cp", what, sizes[P2P], ranks, numbers[P2P])
-        gathered = sizes[ALL_GATHER]
-        messages = numbers[ALL_GATHER]
-        yield Traffic("all-gather", "cp", what, passes * gathered, ranks, passes * messages)
-        yield Traffic("all-to-all", "cp", f"gradients of {what}", gathered, ranks, messages)
+            if isinstance(attention, AttentionSpec):
+                exchange = self.parallel.exchange_of(int(layer.name.split(".")[1]))
+                by_exchange.setdefault(exchange, []).append(attention)
+        return by_exchange
+
+    def _axes(self, exchange: LayerExchange) -> tuple[str, str]:
+        """The groups of `axis_groups` whose ranks exchange slices for heads, and keys."""
+        if not self.parallel.has_mixed_kinds or exchange.inner == 1:
+            return "ulysses", "cp"
+        return ("sequence", "cp") if exchange.outer == 1 else ("heads", "chunks")
+
+    def _sent_chunks(
+        self, attention: AttentionSpec, exchange: LayerExchange
+    ) -> tuple[list[int], list[int]]:
+        """Chunks that this rank sends to each other one with p2p, and whose gradients it returns to
+        each."""
+        ranks = exchange.outer
+        cp_rank = self.cp_rank * ranks // self.parallel.cp_size
+        width = self.model.seq_length // (CHUNKS * ranks)
+        layout = ContextLayout(cp_rank, ranks, width, VisibleKeys(attention.rule.window))
+        others = [rank for rank in range(ranks) if rank != cp_rank]
+        sent = [len(layout.needs(rank, cp_rank)) for rank in others]
+        returned = [len(layout.needs(cp_rank, rank)) for rank in others]
+        return sent, returned
 
     def of_experts(self) -> Iterator[Traffic]:
         """Tokens to their experts and back, in both directions, if all experts get as many."""

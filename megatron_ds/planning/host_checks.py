@@ -157,7 +157,7 @@ def _attention_problems(
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes[config.precision.name]
-    shards = config.parallel.tensor_model_parallel_size * config.parallel.ulysses_size
+    shards = config.parallel.head_ranks
     device = torch.device(device_type)
     order = order_of(choice, sizes_vary=False)
     batch = config.schedule.micro_batch_size

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
@@ -213,6 +213,14 @@ class _Sizes:
             has_whole_experts=config.has_whole_experts,
         )
 
+    def _pass_of_layer(self, layer: int) -> Pass:
+        """The pass of a micro-batch, with the ranks that share the heads of a layer."""
+        parallel = self.config.parallel
+        if not parallel.has_mixed_kinds:
+            return self.run
+        ranks = self.inputs.ulysses_size * parallel.exchange_of(layer).inner
+        return replace(self.run, ulysses_size=ranks)
+
     def _largest_rank(self, sizes: Sequence[int]) -> int:
         """The largest sum of the sizes of layers over what a rank keeps."""
         return max(
@@ -405,14 +413,25 @@ class _Sizes:
         recompute = in_effect(self.config.recompute)
         blocks = self.spec.blocks
         ends = sum(layer.saved(run) for layer in (*self.spec.before, *self.spec.after))
-        forms = {id(block.parts): block for block in blocks}
-        parts = {part for block in forms.values() for part in block.parts.values()}
-        ends += sum(part.table(run) for part in parts)
+        passes = [self._pass_of_layer(layer) for layer in range(len(blocks))]
+        forms = {
+            (id(block.parts), layer.ulysses_size): (block, layer)
+            for block, layer in zip(blocks, passes, strict=True)
+        }
+        parts = {
+            (part, layer.ulysses_size): layer
+            for block, layer in forms.values()
+            for part in block.parts.values()
+        }
+        ends += sum(part.table(layer) for (part, _), layer in parts.items())
         if recompute.tiled_mlp:
             inner = FeedForwardSpec(model).inner(run)
             ends += inner // num_tiles(self.tokens, model.hidden_size)
-        saved_by_form = {form: block.saved(run) for form, block in forms.items()}
-        saved = [saved_by_form[id(block.parts)] for block in blocks]
+        saved_by_form = {form: block.saved(layer) for form, (block, layer) in forms.items()}
+        saved = [
+            saved_by_form[id(block.parts), layer.ulysses_size]
+            for block, layer in zip(blocks, passes, strict=True)
+        ]
         if recompute.recompute_granularity != "full":
             return ends + self._largest_rank(saved)
         size = recompute.checkpoint_num_layers

@@ -28,6 +28,8 @@ from megatron_ds.planning.memory_inputs import DTYPE_BYTES, PlannedRun, memory_i
 BACKWARD = 2 / 3
 """Fraction of a step's matmuls in the backward pass, during which gradients are averaged."""
 DAY = 86400.0
+REPLICATED = ("replicas", "expert_dp", "sequence", "heads")
+"""Groups whose neighbouring ranks differ by a tensor-parallel group."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,8 @@ def _link_time(
     for axis in reversed(RANK_ORDER):
         strides[axis] = stride
         stride *= sizes[axis]
-    strides |= {"ep_tp": 1, "replicas": sizes["tp"], "expert_dp": sizes["tp"]}
+    strides |= {"ep_tp": 1} | dict.fromkeys(REPLICATED, sizes["tp"])
+    strides["chunks"] = strides["cp"] * sizes["cp"] // traffic.ranks
     stride = strides.get(traffic.axis, strides["pp"])
     inside = max(1, min(traffic.ranks, hardware.per_machine // stride))
     latency = traffic.messages * _latency(traffic, inside, hardware)

@@ -78,7 +78,7 @@ def train(
         events.may_write = always if ownership is None else ownership.may_write
         tokenizer = _stored_tokenizer(config, inputs, context.rank)
         local = LocalCheckpoints.open(config.checkpoint, ranks, output.warn_on_rank)
-        mesh = Mesh.build(**config.axis_sizes, timeout=timeout)
+        mesh = Mesh.build(**config.mesh_sizes, timeout=timeout)
         report = _start_report(config, context, mesh, folders.local_save)
         checkpoints = _checkpoint_manager(
             config, mesh, ranks, owned, folders, tokenizer, stores, local, events

@@ -67,12 +67,14 @@ class Meshes(dict[int, Mesh]):
         ep_size = parallel.expert_data_ranks
         if pp_size == parallel.sequence_ranks == ep_size == 1:
             return self[tp_size]
-        key = tp_size, pp_size, parallel.cp_size, parallel.ulysses_size, ep_size
+        sizes = parallel.cp_size, parallel.cp_inner_size, parallel.ulysses_size
+        key = tp_size, pp_size, *sizes, ep_size
         if key not in self._others:
             self._others[key] = Mesh.build(
                 tp_size,
                 pp_size=pp_size,
                 cp_size=parallel.cp_size,
+                cp_inner_size=parallel.cp_inner_size,
                 ulysses_size=parallel.ulysses_size,
                 ep_size=ep_size,
             )

@@ -31,6 +31,8 @@ AXES = (
     "cp",
     "ulysses",
     "sequence",
+    "heads",
+    "chunks",
     "ep",
     "pp",
     "dp",

@@ -54,7 +54,7 @@ PROOFS = (
     "zero0 fp32",
     "zero2 sp2 tp2",
     "zero3 sp4, llama",
-    "zero1 cp4 sp2, gathered in a layer",
+    "zero1 cp4 sp2, kinds by layer",
 )
 CASES = [pytest.param(name, marks=[pytest.mark.proof] if name in PROOFS else []) for name in WORLDS]
 Rows = list[tuple[Message, str]]
@@ -78,7 +78,7 @@ def simulate(name: str, ranks: Sequence[int], meshes: Any) -> dict[int, tuple[Pl
 
 def messages_of(config: Config, rank: int, world: int) -> tuple[Place, Rows]:
     with fake_world(rank, world):
-        mesh = Mesh.build(**config.axis_sizes)
+        mesh = Mesh.build(**config.mesh_sizes)
         engine, take_step = engine_and_step(config, mesh)
         parts = mesh.tp.size if config.parallel.sequence_parallel else 1
         length = LENGTH // mesh.sequence.size // parts

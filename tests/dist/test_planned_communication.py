@@ -100,7 +100,7 @@ def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, int, dict[str,
     operation."""
     del meshes
     config = config_of(LAYOUTS[name], 4)
-    mesh = Mesh.build(**config.axis_sizes)
+    mesh = Mesh.build(**config.mesh_sizes)
     engine, take_step = engine_and_step(config, mesh)
     with mock.patch.object(Router, "forward", balanced(Router.forward)):
         # The first step is different: ZeRO-3 learns the order of the layers in it.
@@ -170,7 +170,7 @@ def summed(name: str, in_slices: bool, meshes: dict[int, Mesh]) -> Summed:
     del meshes
     options = OptimizerConfig(**SUMMED[name][0])
     config = dataclasses.replace(config_of(LAYOUTS[name], 4), optimizer=options)
-    mesh = Mesh.build(**config.axis_sizes)
+    mesh = Mesh.build(**config.mesh_sizes)
     cpu = torch.device("cpu")
     early: list[int] = []
     with (
@@ -215,7 +215,7 @@ def exchanged(in_batches: bool, meshes: dict[int, Mesh]) -> tuple[torch.Tensor, 
     """Weights of a rank of four stages after two steps, and the operations of each batch."""
     del meshes
     config = config_of(LAYOUTS["zero1 pp4, llama"], 4)
-    mesh = Mesh.build(**config.axis_sizes)
+    mesh = Mesh.build(**config.mesh_sizes)
     batches: list[list[str]] = []
     exchange = dist.batch_isend_irecv
 

@@ -78,7 +78,7 @@ def layout(**values: str) -> RunLayout:
     }
 
 
-TABLES = tables(__file__)
+TABLES = tables(__file__, tuple)
 LAYOUTS: dict[str, dict[str, str]] = TABLES["layouts"]
 PARTS: dict[str, dict[str, Any]] = TABLES["parts"]
 ALL = "all, stages"
@@ -90,7 +90,8 @@ def _further() -> dict[str, tuple[RunLayout, dict[str, Any]]]:
     for part, table in PARTS.items():
         changes = {group: values for group, values in table.items() if group != "layout"}
         for name, values in LAYOUTS.items():
-            if "parallel" in changes and "sequence" not in values:
+            needed = "cp" if "cp_comm_type" in changes.get("parallel", {}) else "sequence"
+            if "parallel" in changes and needed not in values:
                 continue  # whole experts need sequence parallelism
             cases[f"{part}, {name}"] = (layout(**values, **table.get("layout", {})), changes)
     return cases
@@ -117,7 +118,7 @@ def check(run: RunLayout, world: int, size: int, **changes: Mapping[str, Any]) -
     has_experts = config.moe.is_used
     assert not list(model.problems(config.parallel.tensor_model_parallel_size))
     assert not list(config.parallel.problems(world, model.num_layers, has_experts=has_experts))
-    sizes = {name.removesuffix("_size"): size for name, size in config.axis_sizes.items()}
+    sizes = {name.removesuffix("_size"): size for name, size in config.mesh_sizes.items()}
     stages = sizes["pp"]
     for stage in sorted({0, stages // 2, stages - 1}):
         with fake_mesh(world, rank=stage * (world // stages), **sizes) as axes:

@@ -43,6 +43,8 @@ SEQUENCE = ("cp", "ulysses")
 SPANS = {name: (name,) for name in ("tp", "cp", "ulysses", "ep", "pp")} | {
     "dp": DATA,
     "sequence": SEQUENCE,
+    "heads": ("ulysses",),
+    "chunks": ("cp",),
     "replicas": (*DATA, *SEQUENCE),
     "expert_dp": ("edp", *SEQUENCE),
     "model": ("pp", "tp"),

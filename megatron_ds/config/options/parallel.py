@@ -33,6 +33,21 @@ LAYER_KINDS = {
 
 
 @dataclass(frozen=True)
+class LayerExchange:
+    """How the ranks of a sequence share the attention of a layer.
+
+    Attributes:
+        keys: Kind of exchange of keys and values, P2P or ALL_GATHER.
+        inner: Context-parallel ranks that exchange slices for heads, besides those of Ulysses.
+        outer: Groups of them that exchange keys and values.
+    """
+
+    keys: str
+    inner: int
+    outer: int
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """Model parallelism. The data-parallel size follows from the number of processes."""
 
@@ -108,32 +123,60 @@ class ParallelConfig:
         return size
 
     @property
-    def _exchanging_ranks(self) -> tuple[int, int]:
-        """How many of the context-parallel ranks exchange slices for heads, and the number of such
-        groups."""
+    def has_mixed_kinds(self) -> bool:
+        """Whether some layers exchange slices for heads in other groups than others do.
+
+        Ranks then have chunks of the sequences, whatever the kind of a layer.
+        """
+        kinds = {*self.cp_comm_type}
+        return len(kinds) > 1 and not kinds.isdisjoint((ALL_TO_ALL, HIERARCHICAL))
+
+    @property
+    def _hierarchical_sizes(self) -> tuple[int, int]:
+        """Ranks of a group of a2a+p2p, and the number of groups; of sizes with an error, as p2p."""
+        sizes = self.hierarchical_context_parallel_sizes or ()
         size = self.context_parallel_size
-        kinds = set(self.cp_comm_type)
-        sizes = self.hierarchical_context_parallel_sizes
-        if size > 1 and kinds == {ALL_TO_ALL}:
-            return size, 1
-        if size > 1 and kinds == {HIERARCHICAL} and sizes is not None and len(sizes) == 2:
-            return sizes[0], sizes[1]
-        return 1, size
+        return (sizes[0], sizes[1]) if len(sizes) == 2 and math.prod(sizes) == size else (1, size)
+
+    def _exchange(self, name: str) -> LayerExchange:
+        if name == ALL_TO_ALL:
+            return LayerExchange(P2P, self.context_parallel_size, 1)
+        if name == HIERARCHICAL:
+            return LayerExchange(P2P, *self._hierarchical_sizes)
+        return LayerExchange(name, 1, self.context_parallel_size)
+
+    def exchange_of(self, layer: int) -> LayerExchange:
+        """The exchange of a layer."""
+        return self._exchange(kind_of_layer(self.cp_comm_type, layer))
 
     @property
     def ulysses_size(self) -> int:
-        """Ranks with slices of the same sequences that share the heads inside attention."""
-        return self.ds_sequence_parallel_size * self._exchanging_ranks[0]
+        """Ranks with consecutive slices of the same sequences, which share the heads inside
+        attention; in layers with a2a of a mixture, with other context-parallel ranks."""
+        inner = 1 if self.has_mixed_kinds else self.exchange_of(0).inner
+        return self.ds_sequence_parallel_size * inner
 
     @property
     def cp_size(self) -> int:
         """Ranks, or groups of `ulysses_size` ranks, with chunks of the same sequences."""
-        return self._exchanging_ranks[1]
+        return self.context_parallel_size if self.has_mixed_kinds else self.exchange_of(0).outer
 
     @property
-    def ring_exchanges(self) -> tuple[str, ...]:
-        """Kinds of exchange of the `cp_size` ranks, p2p or all_gather: one, or one per layer."""
-        return tuple(P2P if name == HIERARCHICAL else name for name in self.cp_comm_type)
+    def cp_inner_size(self) -> int:
+        """Of the `cp_size` ranks, those that exchange slices for heads in layers with a2a+p2p."""
+        is_used = self.has_mixed_kinds and HIERARCHICAL in self.cp_comm_type
+        return self._hierarchical_sizes[0] if is_used else 1
+
+    @property
+    def head_sharing_sizes(self) -> list[int]:
+        """Ranks with slices of the same sequences that share the heads, of the different layers."""
+        inner = {self._exchange(name).inner for name in self.cp_comm_type or (P2P,)}
+        return sorted(self.ds_sequence_parallel_size * size for size in inner)
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that share the heads inside attention, in the layers with the most."""
+        return self.tensor_model_parallel_size * self.head_sharing_sizes[-1]
 
     @property
     def sequence_ranks(self) -> int:
@@ -270,9 +313,6 @@ class ParallelConfig:
             return
         if len(kinds) not in (1, num_layers):
             yield Problem("context-parallel-kinds-per-layer", settings=self, num_layers=num_layers)
-        for exchange in (ALL_TO_ALL, HIERARCHICAL):
-            if exchange in kinds and set(kinds) != {exchange}:
-                yield Problem("context-parallel-kinds-mixed", settings=self, exchange=exchange)
         if HIERARCHICAL in kinds and (sizes is None or len(sizes) != 2 or math.prod(sizes) != size):
             yield Problem("hierarchical-sizes-misfit", settings=self)
 
@@ -298,9 +338,9 @@ class ParallelConfig:
 def kind_of_layer(kinds: Sequence[str], layer: int) -> str:
     """The kind of exchange of a layer, of one for all or one per transformer layer.
 
-    Layers of multi-token prediction have the last layer's.
+    Layers of multi-token prediction have the last layer's. Without any, which is an error, p2p.
     """
-    return kinds[min(layer, len(kinds) - 1)]
+    return kinds[min(layer, len(kinds) - 1)] if kinds else P2P
 
 
 FULL = when(recompute_granularity="full")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ds.config.fields import in_effect
+from megatron_ds.config.options.parallel import kind_of_layer
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.states.flats import Flat, own_flats
 from megatron_ds.model.attention.latent import LatentAttention
@@ -45,7 +46,8 @@ class QKClip:
             return
         for block in parts.model.blocks():
             heads = block.attention.local_heads[0]
-            block.largest = LargestLogits(heads, parts.mesh.ulysses, parts.mesh.cp)
+            exchange = kind_of_layer(parts.config.parallel.cp_comm_type, block.layer)
+            block.largest = LargestLogits(heads, *parts.mesh.sharing_attention(exchange))
             self._largest.append(block.largest)
         if self._options.qk_clip:
             parts.engine.basic_optimizer.register_step_post_hook(self._clip)

@@ -125,7 +125,7 @@ class AttentionOptions:
     packing: PackingOptions | None = None
     """Treatment of document boundaries. None: ignored."""
     exchanges: tuple[str, ...] = (P2P,)
-    """Kinds of exchange of context-parallel ranks, p2p or all_gather: one, or one per layer."""
+    """Kinds of exchange of context-parallel ranks: one, or one per layer."""
 
     @property
     def has_documents(self) -> bool:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.model.attention.rule import PLAIN, AttentionRule
+from megatron_ds.parallel.context.slices import in_rank_order, in_sequence_order
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.ulysses import gather_heads, gather_sequence, local_slice
 
@@ -202,14 +203,18 @@ class UlyssesAttention:
     """
 
     core: AttentionCore
-    """Core for the complete sequence and this rank's heads."""
+    """Core for this rank's heads, and for all slices of the group."""
     group: Group
-    """Sequence-parallel group."""
+    """Ranks that share the heads."""
+    chunked: int = 1
+    """Number of context-parallel ranks in the group, each of which has two chunks of a sequence."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         sinks = (sink_n[local_slice(len(sink_n), self.group)] for sink_n in sinks_n)
-        q, k, v = gather_sequence(q, k, v, self.group)
-        return gather_heads(self.core.attend(q, k, v, dropout, *sinks), self.group)
+        gathered = gather_sequence(q, k, v, self.group)
+        q, k, v = (in_sequence_order(x, 2, self.chunked) for x in gathered)
+        attended = in_rank_order(self.core.attend(q, k, v, dropout, *sinks), 2, self.chunked)
+        return gather_heads(attended, self.group)
 
 
 def _prefers_scores(q: Tensor) -> bool:

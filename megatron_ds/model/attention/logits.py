@@ -29,13 +29,13 @@ class LargestLogits:
 
     Args:
         heads: Query heads of this tensor-parallel rank.
-        ulysses: Ulysses group, whose ranks see other heads.
-        cp: Context-parallel group, whose ranks have other queries and keys.
+        sharing: Ranks of a sequence that see other heads of this tensor-parallel rank.
+        cp: Ranks that have other queries and keys.
     """
 
-    def __init__(self, heads: int, ulysses: Group, cp: Group) -> None:
+    def __init__(self, heads: int, sharing: Group, cp: Group) -> None:
         self._heads = heads
-        self._ulysses = ulysses
+        self._sharing = sharing
         self._cp = cp
         self._largest_n: Tensor | None = None
 
@@ -60,7 +60,7 @@ class LargestLogits:
         largest_n = self._largest_n
         if largest_n is None:
             largest_n = torch.full((self._heads,), -math.inf, device=q.device)
-        local_n = largest_n[local_slice(self._heads, self._ulysses)]
+        local_n = largest_n[local_slice(self._heads, self._sharing)]
         for start in range(0, q.shape[2], at_once):
             distance = position - own_position[start : start + at_once, None]
             hidden = distance > 0

@@ -105,7 +105,8 @@ def sections(facts: BannerData) -> dict[str, Lines]:
 def _layout(facts: BannerData) -> Lines:
     is_split = in_effect(facts.config.parallel).sequence_parallel
     mesh = facts.mesh.of_model(is_split, facts.config.has_whole_experts)
-    exchange = " and ".join(dict.fromkeys(facts.config.parallel.ring_exchanges))
+    kinds = dict.fromkeys(facts.config.parallel.cp_comm_type)
+    exchange = " and ".join(kinds)
     processes = (
         f"{mesh.world_size} on {facts.device} = {mesh.describe(detailed=True, exchange=exchange)}, "
         f"{counted(facts.threads, 'thread')} each"

@@ -165,7 +165,7 @@ class StartReport:
             attention=describe_kernel(
                 config.model,
                 config.schedule.micro_batch_size,
-                mesh.head_ranks,
+                config.parallel.head_ranks,
                 getattr(torch, engine.settings.param_dtype),
                 context.device,
                 engine.model.attention,

@@ -62,6 +62,8 @@ def test_ranks_that_share_sequences_are_those_of_the_axes_that_split_them() -> N
         (("a2a", "a2a"), None, (1, 24)),
         (("a2a+p2p",), (2, 4), (4, 6)),
         (("a2a+p2p",), None, (8, 3)),  # an error of the options
+        (("p2p", "a2a"), None, (8, 3)),  # whose layers have different groups
+        (("a2a", "a2a+p2p"), (2, 4), (8, 3)),
     ],
 )
 def test_kinds_of_exchange_decide_which_ranks_share_heads(
@@ -77,4 +79,5 @@ def test_kinds_of_exchange_decide_which_ranks_share_heads(
     axes = {axis.name: parallel.size_of(axis) for axis in SEQUENCE_AXES}
     assert axes == {"cp": expected[0], "ulysses": expected[1]}
     assert math.prod(expected) == parallel.sequence_ranks
+    assert parallel.cp_inner_size == (2 if kinds == ("a2a", "a2a+p2p") else 1)
     assert parallel.data_parallel_size(48) == 2

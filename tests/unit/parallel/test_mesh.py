@@ -46,6 +46,14 @@ def test_groups_are_those_of_a_table_written_by_hand() -> None:
     assert groups["same_batch"] == [tuple(range(8)), tuple(range(8, 16))]
     assert groups["replicas"][0] == (0, 2, 4, 6, 8, 10, 12, 14)
     assert groups["dp"][:2] == [(0, 8), (1, 9)]
+    assert groups["heads"] == groups["ulysses"]
+    assert groups["chunks"] == groups["cp"]
+
+    groups = axis_groups(16, 1, cp_size=8, cp_inner_size=4, ulysses_size=2)
+    assert groups["cp"] == [tuple(range(0, 16, 2)), tuple(range(1, 16, 2))]
+    assert groups["heads"] == [tuple(range(8)), tuple(range(8, 16))]
+    assert groups["chunks"][:2] == [(0, 8), (1, 9)]
+    assert groups["sequence"] == [tuple(range(16))]
 
 
 @pytest.mark.parametrize(
@@ -178,9 +186,13 @@ class Options:
         (
             16,
             {"tp_size": 2, "pp_size": 2, "ulysses_size": 2},
-            {"tp", "ulysses", "sequence", "pp", "p2p"},
+            {"tp", "ulysses", "sequence", "heads", "pp", "p2p"},
         ),
-        (8, {"tp_size": 1, "cp_size": 2, "ulysses_size": 2}, {"cp", "ulysses", "sequence"}),
+        (
+            8,
+            {"tp_size": 1, "cp_size": 2, "ulysses_size": 2},
+            {"cp", "ulysses", "sequence", "heads", "chunks"},
+        ),
         (4, {"tp_size": 4}, {"tp"}),  # though there is a group of all processes
         (4, {"tp_size": 1, "pp_size": 4}, {"pp", "p2p"}),
         (4, {"tp_size": 1}, set()),

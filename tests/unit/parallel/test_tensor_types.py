@@ -246,6 +246,10 @@ def test_a_part_of_the_model_without_its_reduction_is_reported(
         cases.check(run, *cases.WORLDS[0], **changes)
 
 
+FURTHER = {
+    "stages, whole experts, latent attention and prediction": "all, stages",
+    "kinds of exchange by layer": "kinds of exchange by layer, context",
+}
 LAYOUTS: dict[str, dict[str, str]] = {
     "tensor and sequence": {"tp": support_matrix.MANY, "sequence": "on", "model": "llama"},
     "tensor and Ulysses": {"tp": support_matrix.MANY, "sp": support_matrix.MANY, "model": "gqa"},
@@ -255,14 +259,15 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "model": "alibi",
         "world": "8",
     },
-    "stages, whole experts, latent attention and prediction": {},
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_model_lies_on_the_ranks_as_declared(layout: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", [*LAYOUTS, *FURTHER])
+def test_the_model_lies_on_the_ranks_as_declared(name: str) -> None:
     pytest.importorskip("spmd_types", reason="needs spmd_types")
     from tests.typed import cases
 
-    run, changes = (cases.layout(**layout), {}) if layout else cases.FURTHER[cases.ALL]
+    run, changes = (
+        cases.FURTHER[FURTHER[name]] if name in FURTHER else (cases.layout(**LAYOUTS[name]), {})
+    )
     cases.check(run, *cases.WORLDS[0], **changes)

@@ -106,6 +106,29 @@ def test_slower_links_and_stages_of_unequal_length_take_longer() -> None:
     assert far.exposed > 1.5 * near.exposed > 0
 
 
+def test_slices_are_exchanged_for_heads_within_a_machine() -> None:
+    """By layers with a2a+p2p; layers with a2a exchange them with all ranks of a sequence."""
+    line = SMALL.replace("--seq-length 32", "--seq-length 64").replace("heads 4", "heads 16")
+    sizes = "--context-parallel-size 16 --hierarchical-context-parallel-sizes 8 2"
+    plan = planned(f"{line} {sizes} --cp-comm-type a2a+p2p a2a p2p all_gather", 16)
+    between = {
+        (link.traffic.axis, link.traffic.operation): (link.traffic.ranks, link.between)
+        for link in plan.links
+        if link.traffic.axis != "replicas"
+    }
+    assert between == {
+        ("heads", "all-to-all"): (8, False),
+        ("chunks", "send"): (2, True),
+        ("sequence", "all-to-all"): (16, True),
+        ("cp", "send"): (16, True),
+        ("cp", "all-gather"): (16, True),
+        ("cp", "all-to-all"): (16, True),
+    }
+    # Fewer heads are shared, so that a layer's windows and copies are of another size.
+    even = planned(f"{line} {sizes} --cp-comm-type p2p", 16)
+    assert plan.memory.activations > even.memory.activations
+
+
 def test_suggestions_fit_and_are_sorted() -> None:
     """Claim (deepspeed): suggested layouts fit the memory and give the planned step"""
     config = config_of(LLAMA_70B, 512)

@@ -71,7 +71,8 @@ GROUPS = {
     **dict.fromkeys(("tp", "model", "same_batch", "ep_tp"), Group((0, 1), 0, None)),
     **dict.fromkeys(("dp", "expert_dp", "replicas"), Group((0, 2, 4, 6), 0, None)),
     **dict.fromkeys(
-        ("pp", "cp", "ulysses", "sequence", "ep", "embedding", "p2p"), Group((0,), 0, None)
+        ("pp", "cp", "ulysses", "sequence", "heads", "chunks", "ep", "embedding", "p2p"),
+        Group((0,), 0, None),
     ),
 }
 FACTS = BannerData(
