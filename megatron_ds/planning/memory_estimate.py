@@ -20,10 +20,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_ds.config import Config
+from megatron_ds.config import Config, ParallelConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.optimizer import MATRIX_BATCH
-from megatron_ds.model.declaration.architecture import is_expert, is_expert_matrix, is_matrix
+from megatron_ds.model.declaration.architecture import (
+    Layer,
+    is_expert,
+    is_expert_matrix,
+    is_matrix,
+)
 from megatron_ds.model.declaration.forward_pass import FP32, Pass
 from megatron_ds.model.declaration.parts import FeedForwardSpec
 from megatron_ds.parallel.chunks import chunk_bytes, num_tiles
@@ -212,14 +217,6 @@ class _Sizes:
             has_tiles=config.recompute.tiled_mlp,
             has_whole_experts=config.has_whole_experts,
         )
-
-    def _pass_of_layer(self, layer: int) -> Pass:
-        """The pass of a micro-batch, with the ranks that share the heads of a layer."""
-        parallel = self.config.parallel
-        if not parallel.has_mixed_kinds:
-            return self.run
-        ranks = self.inputs.ulysses_size * parallel.exchange_of(layer).inner
-        return replace(self.run, ulysses_size=ranks)
 
     def _largest_rank(self, sizes: Sequence[int]) -> int:
         """The largest sum of the sizes of layers over what a rank keeps."""
@@ -413,25 +410,11 @@ class _Sizes:
         recompute = in_effect(self.config.recompute)
         blocks = self.spec.blocks
         ends = sum(layer.saved(run) for layer in (*self.spec.before, *self.spec.after))
-        passes = [self._pass_of_layer(layer) for layer in range(len(blocks))]
-        forms = {
-            (id(block.parts), layer.ulysses_size): (block, layer)
-            for block, layer in zip(blocks, passes, strict=True)
-        }
-        parts = {
-            (part, layer.ulysses_size): layer
-            for block, layer in forms.values()
-            for part in block.parts.values()
-        }
-        ends += sum(part.table(layer) for (part, _), layer in parts.items())
+        saved, tables = _saved_by_layer(blocks, _by_layer(run, self.config.parallel, len(blocks)))
+        ends += tables
         if recompute.tiled_mlp:
             inner = FeedForwardSpec(model).inner(run)
             ends += inner // num_tiles(self.tokens, model.hidden_size)
-        saved_by_form = {form: block.saved(layer) for form, (block, layer) in forms.items()}
-        saved = [
-            saved_by_form[id(block.parts), layer.ulysses_size]
-            for block, layer in zip(blocks, passes, strict=True)
-        ]
         if recompute.recompute_granularity != "full":
             return ends + self._largest_rank(saved)
         size = recompute.checkpoint_num_layers
@@ -456,3 +439,34 @@ class _Sizes:
         logits += logits // element * FP32 * copies
         # The gradient is scaled in fp32: a copy, the product and the rounded result.
         return gradient, logits, table * (FP32 if element == FP32 else 2 * FP32 + element)
+
+
+def _by_layer(run: Pass, parallel: ParallelConfig, count: int) -> list[Pass]:
+    """A pass as layers see it, with the ranks that share their heads."""
+    if not parallel.has_mixed_kinds:
+        return [run] * count
+    inner = [parallel.exchange_of(layer).inner for layer in range(count)]
+    return [replace(run, ulysses_size=run.ulysses_size * size) for size in inner]
+
+
+def _saved_by_layer(blocks: Sequence[Layer], passes: Sequence[Pass]) -> tuple[list[int], int]:
+    """Bytes that each layer saves for the backward pass, and of the tables that layers share.
+
+    Layers of the same parts save as many.
+
+    Args:
+        blocks: The layers.
+        passes: The pass of each.
+    """
+    keys = [
+        (id(block.parts), layer_pass.ulysses_size)
+        for block, layer_pass in zip(blocks, passes, strict=True)
+    ]
+    forms = dict(zip(keys, zip(blocks, passes, strict=True), strict=True))
+    tables = {
+        (part, layer_pass.ulysses_size): part.table(layer_pass)
+        for block, layer_pass in forms.values()
+        for part in block.parts.values()
+    }
+    saved = {key: block.saved(layer_pass) for key, (block, layer_pass) in forms.items()}
+    return [saved[key] for key in keys], sum(tables.values())
