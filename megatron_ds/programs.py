@@ -42,6 +42,9 @@ PROGRAMS = {
     "generate": Program(
         "tools/generate_samples_gpt.py", "megatron_ds.inference.samples.command", has_ranks=True
     ),
+    "import-tokens": Program(
+        "tools/import_tokens.py", "megatron_ds.data.foreign_tokens.import_program"
+    ),
     "inspect-checkpoint": Program(
         "tools/inspect_checkpoint.py", "megatron_ds.conversion.inspect.command"
     ),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_ds.data.token_files.file_formats import Holds
+from megatron_ds.preprocess.documents import foreign_inputs
 
 TOKENS = np.array([32, 2153, 4994, 802, 0, 300, 4999, 17, 65, 4999], dtype=np.uint16)
 BARE = TOKENS.tobytes()
@@ -66,6 +67,10 @@ def fairseq_index(lengths: Sequence[int]) -> bytes:
     starts = [2 * sum(lengths[:count]) for count in range(len(lengths))]
     head = b"MMIDIDX\0\0" + struct.pack("<QBQ", 1, 8, len(lengths))
     return head + struct.pack(f"<{len(lengths)}i{len(lengths)}q", *lengths, *starts)
+
+
+IMPORTED = ("datatrove", "OLMo-core", "NumPy", "nanoGPT", "llm.c", "MDS", "litdata")
+"""Beginnings of the cases of which tools/import_tokens.py makes a pair."""
 
 
 class ForeignFiles(NamedTuple):
@@ -188,3 +193,15 @@ CASES = {
     ),
 }
 """Files by a name of the case."""
+
+
+def is_imported(case: str) -> bool:
+    """Whether tools/import_tokens.py makes a pair of the files of a case."""
+    return case.startswith(IMPORTED) or case in ("dataset of ids", "splits of ids")
+
+
+def input_code(case: str) -> str:
+    """Code of the problem of preprocessing with the files of a case."""
+    if is_imported(case):
+        return "input-of-other-trainer"
+    return foreign_inputs.CODES[CASES[case].holds]

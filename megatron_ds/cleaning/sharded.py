@@ -31,10 +31,9 @@ from megatron_ds.cleaning.pipeline import (
 )
 from megatron_ds.cleaning.stats import Counts
 from megatron_ds.config.problems import ignore, raise_if_any
-from megatron_ds.fileio.resumable import LENGTH, Log, ResumableOutput, pack_record
+from megatron_ds.fileio.resumable import COMPLETED_SUFFIX, LENGTH, Log, ResumableOutput, pack_record
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import content_size
-from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.documents.parsing import RejectedDocument
 from megatron_ds.preprocess.shard_files import RunShards, ShardFiles, remove_shards, shard_prefix
 from megatron_ds.preprocess.shards import Shard, shard_problems
@@ -120,7 +119,7 @@ class ShardedCleaning:
             # Before any file is opened: forked workers inherit what is open, also the lock.
             Workers(_Tracer(self._cleaner), options.workers) as workers,
             ResumableOutput(
-                prefix, settings, {TRACES: ""}, resume=True, completed=prefix + PROGRESS_SUFFIX
+                prefix, settings, {TRACES: ""}, resume=True, completed=prefix + COMPLETED_SUFFIX
             ) as work,
         ):
             if work.published:

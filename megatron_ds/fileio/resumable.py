@@ -42,6 +42,8 @@ FORMAT_VERSION = 2
 """Increased when the meaning of a recorded setting changes; other versions are refused."""
 WORK_SUFFIX = ".work"
 """Suffix of the work folder, next to the output."""
+COMPLETED_SUFFIX = ".progress.json"
+"""Suffix of the record of a completed run, after the output's prefix."""
 RECORD = "record.json"
 SETTINGS = "settings.json"
 LOCK = "lock"
@@ -364,6 +366,32 @@ class ResumableOutput:
             write_atomically(self._completed, _encode(record))
         self._remove()
         self.published = True
+
+
+def enter_or_refuse(
+    stack: ExitStack, work: ResumableOutput, refusal: Sequence[Problem], *, must_resume: bool
+) -> None:
+    """Opens the work of a run that continues an interrupted one if there is one.
+
+    Args:
+        stack: Closes the work.
+        work: The work, which resumes if there may be an interrupted run.
+        refusal: Why a new run cannot start, such as existing output.
+        must_resume: Whether the user expects an interrupted run.
+
+    Raises:
+        UserError: If the run can neither continue nor start.
+    """
+    try:
+        stack.enter_context(work)
+    except UserError as error:
+        if must_resume or error.problems[0].code != "resumed-run-differs":
+            raise
+        raise UserError(*error.problems, *refusal) from None
+    if work.progress is None:
+        if must_resume:
+            work.warn(Problem("nothing-to-resume", folder=work.folder))
+        raise_if_any(refusal)
 
 
 def complete_progress(completed: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:

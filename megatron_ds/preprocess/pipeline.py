@@ -31,10 +31,14 @@ from megatron_ds.config.problems import (
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
 from megatron_ds.data.token_files.indexed_writer import WORK_SUFFIXES, TokenFileWriter, WriteCounts
 from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
-from megatron_ds.fileio.resumable import Log, ResumableOutput
+from megatron_ds.fileio.resumable import (
+    COMPLETED_SUFFIX,
+    Log,
+    ResumableOutput,
+    enter_or_refuse,
+)
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import content_size
-from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.documents.parsing import BROKEN_JSON, RejectedDocument, texts_of
 from megatron_ds.preprocess.encoder import Chunk, EncodedChunk, Encoder
 from megatron_ds.preprocess.options import PreprocessOptions
@@ -138,10 +142,10 @@ def preprocess(
             work_names(options),
             resume,
             restart=True,
-            completed=options.output_prefix + PROGRESS_SUFFIX,
+            completed=options.output_prefix + COMPLETED_SUFFIX,
             warn=log,
         )
-        before = _open_work(stack, work, options, refusal, log)
+        before = _open_work(stack, work, options, refusal)
         if before is not None and work.finished:
             if not work.published:
                 publish(options, work)
@@ -189,23 +193,14 @@ def _open_work(
     work: ResumableOutput,
     options: PreprocessOptions,
     refusal: list[Problem],
-    log: Log,
 ) -> Progress | None:
     """Open the work folder, and return the counts of the run that is continued, if there is one.
 
     Args:
         refusal: Why a new run cannot start.
     """
-    try:
-        stack.enter_context(work)
-    except UserError as error:
-        if options.resume or error.problems[0].code != "resumed-run-differs":
-            raise
-        raise UserError(*error.problems, *refusal) from None
+    enter_or_refuse(stack, work, refusal, must_resume=options.resume)
     if work.progress is None:
-        if options.resume:
-            log(Problem("nothing-to-resume", folder=work.folder))
-        raise_if_any(refusal)
         return None
     before = Progress.from_json(work.progress["counts"])
     if before.dropped and options.fail_on_bad_document:

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.fileio.atomic import write_atomically
 from megatron_ds.fileio.resumable import (
+    COMPLETED_SUFFIX,
     RECORD,
     WORK_SUFFIX,
     Log,
     ResumableOutput,
     complete_progress,
 )
-from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.shards import Shard
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class ShardFiles:
     def find(self, shard: Shard) -> dict[str, Any] | None:
         """The progress of a complete shard with these settings; None if it is missing or
         incomplete."""
-        record = Path(shard_prefix(self.output, shard) + PROGRESS_SUFFIX)
+        record = Path(shard_prefix(self.output, shard) + COMPLETED_SUFFIX)
         return complete_progress(record, {**self.settings, "shard": str(shard)})
 
     def progress(self, shard: Shard) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ShardFiles:
     def missing(self) -> list[Shard]:
         """The shards that are not complete."""
         # Each record has all settings, so none is read before all are there.
-        records = [shard_prefix(self.output, shard) + PROGRESS_SUFFIX for shard in self.shards]
+        records = [shard_prefix(self.output, shard) + COMPLETED_SUFFIX for shard in self.shards]
         known = {os.path.join(shard_folder(self.output), name) for name in self._names()}
         missing = [one for one, path in zip(self.shards, records, strict=True) if path not in known]
         return missing or [shard for shard in self.shards if self.find(shard) is None]
@@ -111,7 +111,7 @@ class ShardFiles:
     def discard(self) -> None:
         """Make all shards missing."""
         for shard in self.shards:
-            Path(shard_prefix(self.output, shard) + PROGRESS_SUFFIX).unlink(missing_ok=True)
+            Path(shard_prefix(self.output, shard) + COMPLETED_SUFFIX).unlink(missing_ok=True)
 
     def run_missing(self, run_shards: RunShards) -> None:
         """Complete the missing shards. Raises UserError: If one is still missing."""

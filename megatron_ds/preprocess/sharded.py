@@ -19,9 +19,9 @@ from typing import Any
 from megatron_ds.config.problems import ignore, raise_if_any, user_error
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
-from megatron_ds.fileio.resumable import Log, ResumableOutput, complete_progress
+from megatron_ds.fileio.resumable import COMPLETED_SUFFIX, Log, ResumableOutput, complete_progress
 from megatron_ds.preprocess.documents.document_readers import ReadPosition
-from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX, QUARANTINE
+from megatron_ds.preprocess.documents.inputs import QUARANTINE
 from megatron_ds.preprocess.documents.parsing import RejectedDocument
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import (
@@ -101,7 +101,7 @@ class ShardedRun:
         raise_if_any([*options.problems(), *shard_problems(options.inputs)])
         sentences = None if splitter is None else splitter.description
         self._metadata = metadata_json(self.tokenizer.fingerprint, sentences)
-        self._completed = options.output_prefix + PROGRESS_SUFFIX
+        self._completed = options.output_prefix + COMPLETED_SUFFIX
         settings = options.resume_settings(self._metadata)
         self.files = ShardFiles(options.output_prefix, settings, self.count)
         existing = [] if options.overwrite else options.existing_output()

@@ -88,12 +88,16 @@ class FileFormat:
         read_by: Programs that read it.
         holds: Kind of contents.
         signs: Rules that recognize its files.
+        import_name: Its name for `--format` of tools/import_tokens.py; "" if that does not read it.
+        has_documents: Whether its files have the boundaries of documents.
     """
 
     name: str
     read_by: str
     holds: Holds
     signs: tuple[Sign, ...]
+    import_name: str = ""
+    has_documents: bool = True
 
     def describe(self, sign: Sign) -> str:
         """Describes a file that one of the signs matches, such as "a chunk of a litdata
@@ -260,6 +264,8 @@ BARE_NUMBERS = FileFormat(
         Sign("", r".+\.bin", rb"(?!" + PACKED + rb")" + NOT_JSON, accepts=_is_binary),
         Sign("", BARE_NAMES, rb"(?!" + PACKED + rb")", accepts=_is_bare),
     ),
+    import_name="nanogpt",
+    has_documents=False,
 )
 TEXT_FILE = FileFormat(
     "a file of text or JSON lines",
@@ -269,6 +275,7 @@ TEXT_FILE = FileFormat(
         Sign("", begins=rb'(?:\xef\xbb\xbf)?\s*\{\s*"'),
         Sign("", rf"(?i:.+{TEXT_SUFFIXES}(?:\.(?:gz|bz2|xz|zstd?|lz4))?)"),
     ),
+    import_name="jsonl",
 )
 FORMATS = (
     FileFormat(
@@ -285,6 +292,7 @@ FORMATS = (
             Sign("a file of", SAVED_NAMES, b"", "state.json", SAVED, _lacks_text),
             Sign(SPLITS, r"dataset_dict\.json", SPLITS_HEAD, "train/dataset_info.json", NO_TEXT),
         ),
+        import_name="saved-dataset",
     ),
     FileFormat(
         "a dataset that datasets saved",
@@ -329,6 +337,8 @@ FORMATS = (
         Holds.IDS,
         # 20240520 (uint16 tokens) and 20240801 (uint32 tokens), little-endian.
         (Sign("", begins=rb"\x88\xd8\x34\x01|\xa1\xd9\x34\x01"),),
+        import_name="llm.c",
+        has_documents=False,
     ),
     FileFormat(
         "a packed token file of lit-gpt or TinyLlama",
@@ -347,6 +357,7 @@ FORMATS = (
             Sign("the metadata of", r".+\.metadata", rb"[^\n]*\|\d+\n\d+\n"),
             Sign("", "", NOT_JSON, "{name}.metadata", rb"[^\n]*\|\d+\n\d+\n"),
         ),
+        import_name="datatrove",
     ),
     FileFormat(
         "a MosaicML streaming dataset (MDS)",
@@ -357,6 +368,7 @@ FORMATS = (
             Sign("a shard of", "", NOT_JSON + rb'.*\{"column_encodings"\s*:\s*\['),
             Sign("the index of", r"index\.json", MDS_INDEX),
         ),
+        import_name="mds",
     ),
     FileFormat(
         "a litdata dataset",
@@ -367,6 +379,7 @@ FORMATS = (
             Sign("a chunk of", r"chunk-.+\.bin", NOT_JSON, "index.json"),
             Sign("a chunk of", accepts=_begins_with_offsets),
         ),
+        import_name="litdata",
     ),
     FileFormat(
         "a Levanter cache",
@@ -385,6 +398,7 @@ FORMATS = (
             Sign("", r".+\.npy", rb"(?!\x93NUMPY)" + NOT_JSON),
             Sign("the document index of", r".+\.csv\.gz", beside="{stem}.npy"),
         ),
+        import_name="olmo",
     ),
     FileFormat(
         "a file of torch.save",
@@ -411,21 +425,28 @@ FORMATS = (
         "tools/preprocess_data.py",
         Holds.TEXT,
         (Sign("", begins=rb"PAR1"),),
+        import_name="parquet",
     ),
     FileFormat(
         "an Arrow file",
         "tools/preprocess_data.py",
         Holds.TEXT,
         (Sign("", begins=rb"ARROW1\x00\x00|\xff\xff\xff\xff..\x00\x00"),),
+        import_name="arrow",
     ),
     FileFormat(
         "a NumPy array",
         "NumPy and build-nanogpt",
         Holds.IDS,
-        (
-            Sign("", begins=rb"\x93NUMPY"),
-            Sign("an archive with", begins=rb"PK\x03\x04.{26}[^/\x00]+\.npy"),
-        ),
+        (Sign("", begins=rb"\x93NUMPY"),),
+        import_name="numpy",
+        has_documents=False,
+    ),
+    FileFormat(
+        "a NumPy array",
+        "NumPy",
+        Holds.IDS,
+        (Sign("an archive with", begins=rb"PK\x03\x04.{26}[^/\x00]+\.npy"),),
     ),
     TEXT_FILE,
 )

@@ -100,6 +100,19 @@ class TokenFileWriter:
             raise user_error("sequence-too-long", prefix=self.prefix, max=sizes.max())
         self._add(_cast_checked(array, self.dtype, self.prefix), sizes, np.cumsum(counts))
 
+    def add_stream(self, tokens: Tokens, lengths: IntArray, sequences: IntArray) -> None:
+        """Appends tokens of this dtype, and the documents that end in them.
+
+        A document may span several calls, the last of which gives its lengths. At the end of all
+        calls the lengths must sum up to the tokens.
+
+        Args:
+            tokens: [n] tokens, of which the last may belong to a document that ends later.
+            lengths: [s], tokens of the sequences of the documents that end here, at most 2^31 - 1.
+            sequences: [d], sequences of each document.
+        """
+        self._add(tokens, lengths, np.cumsum(sequences))
+
     def add_dataset(self, data: TokenFile) -> None:
         """Appends all sequences and documents of a token file of the same dtype."""
         if data.dtype != self.dtype:

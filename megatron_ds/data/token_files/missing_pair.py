@@ -1,7 +1,7 @@
 """Diagnoses a prefix without a pair of `.bin` and `.idx`: a file or folder of another format.
 
 Owns the messages of `--data-path` and the tools about such files: what they are, which program
-reads them, and the command that makes a pair of their text where there is one.
+reads them, and the command that makes a pair of their tokens or their text where there is one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import glob
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -18,6 +19,7 @@ from megatron_ds.data.remote.token_cache import TokenCache, is_url
 from megatron_ds.data.token_files.file_formats import (
     BARE_NUMBERS,
     PAIR,
+    TEXT_FILE,
     Holds,
     Recognized,
     columns_of,
@@ -38,6 +40,10 @@ INDEX_NAMES = (
 """Files that say what their folder is, which are tried before others."""
 RECORD_SUFFIXES = (".tokenizer.json", ".progress.json", ".quarantine", ".lock", ".partial")
 HTML = re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE)
+FOLDER_FORMATS = ("mds", "litdata", "saved-dataset")
+"""Formats whose files a folder describes, by their names for tools/import_tokens.py."""
+SIDECARS = re.compile(r"(?<=\.ds)\.(index|metadata|loss)$|\.csv\.gz$")
+"""Ends of the names of files that describe the tokens of others."""
 MAX_PROBED = 64
 """Most files of a folder that are tried."""
 MAX_SUBFOLDERS = 16
@@ -150,6 +156,42 @@ def _files_in(files: Files, folder: str, names: Iterable[str]) -> Iterator[Probe
     return (file for file in listed if file.size >= 0)
 
 
+def readable_as(recognized: Recognized) -> str:
+    """The name of the format for `--format` of tools/import_tokens.py; "" if that does not read the
+    file. Of files that may hold text, those with columns of ids are read."""
+    format = recognized.format
+    if format.holds is Holds.TEXT:
+        columns = columns_of(recognized.file)
+        has_ids = bool(columns.ids) if columns else format is not TEXT_FILE  # a damaged table
+        return format.import_name if has_ids else ""
+    return format.import_name
+
+
+def import_command(prefix: str, recognized: Recognized) -> str:
+    """The command that makes a pair of a file, or of the folder that describes it.
+
+    Args:
+        prefix: The path or folder that the user gave.
+    """
+    path = recognized.file.files.shown(recognized.file.path)
+    folder = path.rpartition("/")[0] or "."
+    is_folder = path.startswith(f"{prefix.rstrip('/')}/")
+    if recognized.format.import_name in FOLDER_FORMATS:
+        is_folder = True
+    else:
+        path = SIDECARS.sub(_tokens_of, path)
+    source = folder if is_folder else path
+    stem = source if is_folder else re.sub(r"\.\w+$", "", path)
+    words = ["python tools/import_tokens.py --input", shlex.quote(source)]
+    words += ["--output-prefix", shlex.quote(f"{stem}_tokens")]
+    return " ".join([*words, *([] if recognized.format.has_documents else ["--end-token ID"])])
+
+
+def _tokens_of(match: re.Match[str]) -> str:
+    """The end of the name of the tokens that a file describes."""
+    return ".npy" if match[0] == ".csv.gz" else ""
+
+
 def _problem(prefix: str, recognized: Recognized) -> Problem:
     file = recognized.file
     format = recognized.format
@@ -165,6 +207,7 @@ def _problem(prefix: str, recognized: Recognized) -> Problem:
         "description": recognized.description,
         "read_by": format.read_by,
         "keys": "",
+        "command": import_command(prefix, recognized),
     }
     if format.holds is Holds.TEXT and (columns := columns_of(file)):
         if columns.ids and not columns.text:
@@ -174,4 +217,6 @@ def _problem(prefix: str, recognized: Recognized) -> Problem:
             values["keys"] = f" --json-keys {columns.text[0]}"
     if format is BARE_NUMBERS:
         return Problem("data-without-header", **values)
+    if format.holds in (Holds.IDS, Holds.RECORDS) and format.import_name:
+        return Problem("data-of-other-trainer", **values)
     return Problem(CODES[format.holds], **values)

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.token_files.file_formats import (
     FOREIGN_FORMATS,
-    FileFormat,
     Holds,
+    Recognized,
     most_specific,
     recognize,
     recognize_head,
 )
+from megatron_ds.data.token_files.missing_pair import import_command
 from megatron_ds.data.token_files.probed_files import Files, LocalFiles, ProbedFile
 
 CODES = {
@@ -44,9 +45,7 @@ def foreign_problems(
     for tried in paths:
         file = ProbedFile(files, tried)
         if recognized := recognize(file, FOREIGN_FORMATS, by_name=by_name):
-            format = recognized.format
-            shown = files.shown(tried)
-            yield _problem(files.shown(path), shown, recognized.description, format)
+            yield _problem(files.shown(path), recognized)
             return
 
 
@@ -60,23 +59,28 @@ def folder_problems(paths: Iterable[str], files: Files | None = None) -> Iterato
     files = files or LocalFiles()
     tried = (recognize(ProbedFile(files, path), FOREIGN_FORMATS) for path in paths)
     if best := most_specific(filter(None, tried)):
-        path = files.shown(best.file.path)
-        yield _problem(path, path, best.description, best.format)
+        yield _problem(files.shown(best.file.path), best)
 
 
 def head_problems(name: str, head: bytes) -> Iterator[Problem]:
     """The problem of a file whose first bytes belong to another program's format."""
     recognized = recognize_head(head)
     if recognized and recognized[1].holds in CODES:
-        yield _problem(name, name, *recognized)
+        description, format = recognized
+        yield _problem(name, Recognized(ProbedFile(LocalFiles(), name), description, format))
 
 
-def _problem(named: str, path: str, description: str, format: FileFormat) -> Problem:
+def _problem(named: str, recognized: Recognized) -> Problem:
+    """The problem of a file that the user named so."""
+    format = recognized.format
+    path = recognized.file.files.shown(recognized.file.path)
+    values = {"path": named, "description": recognized.description, "read_by": format.read_by}
+    if format.import_name and format.holds in (Holds.IDS, Holds.RECORDS):
+        command = import_command(named, recognized)
+        return Problem("input-of-other-trainer", command=command, **values)
     return Problem(
         CODES[format.holds],
-        path=named,
         folder=path.rpartition("/")[0] or ".",
         stem=path.removesuffix(".bin").removesuffix(".idx"),
-        description=description,
-        read_by=format.read_by,
+        **values,
     )

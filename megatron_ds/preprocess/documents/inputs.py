@@ -36,7 +36,7 @@ from megatron_ds.data.index_cache import CACHE_FOLDER
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.data.token_files.probed_files import StoreFiles
 from megatron_ds.fileio.object_store import register_client
-from megatron_ds.fileio.resumable import WORK_SUFFIX
+from megatron_ds.fileio.resumable import COMPLETED_SUFFIX, WORK_SUFFIX
 from megatron_ds.preprocess.documents.foreign_inputs import folder_problems, foreign_problems
 from megatron_ds.preprocess.documents.signatures import contradictions
 
@@ -50,14 +50,12 @@ CODECS = {".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
 COMPRESSIONS = (*DECOMPRESSORS, *CODECS)
 QUARANTINE = ".quarantine"
 """Suffix of the list of rejected documents."""
-PROGRESS_SUFFIX = ".progress.json"
-"""Suffix of the record of a completed run."""
 OUTPUT_SUFFIXES = (
     ".bin",
     ".idx",
     TOKENIZER_SUFFIX,
     QUARANTINE,
-    PROGRESS_SUFFIX,
+    COMPLETED_SUFFIX,
     ".npy",
     ".lock",
     ".partial",

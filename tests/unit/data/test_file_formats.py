@@ -23,10 +23,9 @@ from megatron_ds.data.token_files.missing_pair import CODES
 from megatron_ds.data.token_files.probed_files import LocalFiles, ProbedFile
 from megatron_ds.data.validation import DataFiles, data_problems
 from megatron_ds.fileio.object_store import ObjectStore
-from megatron_ds.preprocess.documents import foreign_inputs
 from megatron_ds.preprocess.documents.document_readers import DocumentReader
 from megatron_ds.preprocess.documents.inputs import InputSpec
-from tests.foreign_files import CASES, saved_dataset
+from tests.foreign_files import CASES, input_code, is_imported, saved_dataset
 from tests.import_graph import REPOSITORY
 from tests.object_server import BUCKET, s3_server
 from tests.problems import codes, raises_problem
@@ -38,7 +37,9 @@ def problems_of_data(*paths: str) -> list[Problem]:
 
 
 def expected_codes(holds: Holds, case: str) -> list[str]:
-    return ["data-without-header"] if case.startswith("nanoGPT") else [CODES[holds]]
+    if case.startswith("nanoGPT"):
+        return ["data-without-header"]
+    return ["data-of-other-trainer" if is_imported(case) else CODES[holds]]
 
 
 @pytest.fixture
@@ -81,8 +82,7 @@ def check_urls(case: str, folder: str) -> None:
     for url in (*(f"{folder}/{name}" for name in CASES[case].files), folder):
         (problem,) = problems_of_data(url)
         assert codes([problem]) == expected_codes(CASES[case].holds, case), url
-        expected = foreign_inputs.CODES[CASES[case].holds]
-        with raises_problem(expected, contains=CASES[case].program):
+        with raises_problem(input_code(case), contains=CASES[case].program):
             list(DocumentReader(InputSpec((url,)), ("text",)))
 
 
@@ -169,7 +169,7 @@ def test_a_readme_does_not_hide_the_data_below_it(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Data\n")
     assert codes(problems_of_data(str(tmp_path))) == ["data-is-text"]
     CASES["MDS"].write(tmp_path / "train")
-    assert codes(problems_of_data(str(tmp_path))) == ["data-in-records"]
+    assert codes(problems_of_data(str(tmp_path))) == ["data-of-other-trainer"]
     assert codes(problems_of_data("")) == ["data-file-missing"] * 2
 
 

@@ -68,7 +68,7 @@ def test_pairs_of_a_folder_are_sorted_by_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_format_is_named(tmp_path: Path) -> None:
-    for case, code in (("llm.c", "data-of-other-program"), ("MDS", "data-in-records")):
+    for case, code in (("llm.c", "data-of-other-trainer"), ("torch", "data-in-records")):
         CASES[case].write(tmp_path / case)
         with raises_problem(code, contains=case):
             prefixes_in(str(tmp_path / case))

@@ -25,12 +25,12 @@ from pyarrow import parquet
 
 from megatron_ds.cleaning.command import files_of
 from megatron_ds.config.fields import ineffective
-from megatron_ds.preprocess.documents import foreign_inputs, formats
+from megatron_ds.preprocess.documents import formats
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
-from tests.foreign_files import CASES
+from tests.foreign_files import CASES, input_code
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 
@@ -430,7 +430,7 @@ def test_files_of_other_programs_are_no_input(case: str, tmp_path: Path) -> None
     for path in (*CASES[case].write(tmp_path), tmp_path, tmp_path / "*"):
         # In a folder, names of this package's output are skipped.
         (problem, *_) = InputSpec((str(path),)).problems()
-        assert codes([problem]) == [foreign_inputs.CODES[CASES[case].holds]], path
+        assert codes([problem]) == [input_code(case)], path
         assert CASES[case].program in str(problem)
 
 

@@ -1,0 +1,1 @@
+"""Tokens of other trainers: their files become pairs .bin and .idx, and are written from them."""

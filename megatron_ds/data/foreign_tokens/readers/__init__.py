@@ -1,0 +1,1 @@
+"""One module per format of other trainers' tokens, behind the interface of `foreign_file.py`."""

@@ -1,0 +1,11 @@
+"""Make a pair of token files (.bin and .idx) of another trainer's tokens."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import start_tool
+
+from megatron_ds.data.foreign_tokens.import_program import main
+
+if __name__ == "__main__":
+    start_tool.run(main)
