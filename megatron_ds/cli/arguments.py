@@ -46,6 +46,9 @@ Check = Callable[[Config, int, bool, Warn], list[Problem]]
 """Finds problems of machine and files, given the number of processes and whether the settings
 themselves have no problems."""
 
+Describe = Callable[[Config], Iterable[str]]
+"""Lines on the settings."""
+
 
 def build_config(
     argv: Sequence[str],
@@ -136,6 +139,7 @@ def parse(
     rank: int = 0,
     complete: Complete | None = None,
     check: Check | None = None,
+    describe: Describe | None = None,
     program: str = PROGRAM,
     raises: bool = False,
 ) -> Config:
@@ -143,6 +147,7 @@ def parse(
 
     Args:
         rank: Only rank 0 prints.
+        describe: Gives lines on the settings, which --print-config prints as comments.
         program: Name for messages.
         raises: Raise the problems instead of printing them, for a message about all hosts.
 
@@ -182,6 +187,8 @@ def parse(
     if config.runtime.print_config:
         if rank == 0:
             print(yaml_file.dump(config), end="")
+            for line in () if describe is None else describe(config):
+                print(f"# {line}")
         raise SystemExit(0)
     return config
 

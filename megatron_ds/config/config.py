@@ -158,6 +158,10 @@ class Config:
             yield from map(self.with_origin, ineffective(group, names, self._values))
         yield from self.data.warnings()
         yield from self.optimizer.warnings()
+        matrices = self.optimizer.spec.matrices
+        is_orthogonal = matrices is not None and matrices.is_orthogonal
+        if self.model.use_mup and is_orthogonal and self.optimizer.muon_scale_mode == "spectral":
+            yield Problem("mup-with-spectral-muon", settings=self.optimizer)
 
     def with_origin(self, problem: Problem) -> Problem:
         """Add to a problem where the values of its fields come from, other than from flags."""
@@ -322,6 +326,8 @@ def _combination_problems(config: Config) -> Iterator[Problem]:
     yield from _logit_problems(config)
     yield from _pipeline_problems(config)
     yield from _sequence_problems(config)
+    if config.model.has_depth_transfer and not config.optimizer.spec.has_bounded_steps:
+        yield Problem("mup-depth-with-sgd", settings=config.model)
 
 
 def _compile_problems(config: Config) -> Iterator[Problem]:

@@ -28,16 +28,13 @@ from megatron_ds.engine.module import ModuleBuilder
 from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.engine.optimizers.build import attach_matrices, client_optimizer
 from megatron_ds.engine.optimizers.cautious_decay import decay_cautiously
-from megatron_ds.engine.optimizers.param_groups import (
-    Multipliers,
-    multiplier_rule,
-    parameter_groups,
-)
+from megatron_ds.engine.optimizers.param_groups import parameter_groups
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.launch.cpp_ops import build as build_cpp_ops
 from megatron_ds.model.declaration.architecture import param_group_problems
+from megatron_ds.model.declaration.rates import Multipliers, multiplier_rule
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.parallel.collectives import gather_objects
@@ -146,8 +143,12 @@ def _initialize(
         names = [declaration(name, weight).name for name, weight in module.named_parameters()]
         everywhere = itertools.chain(*gather_objects(names, mesh.pp))
         raise_if_any(param_group_problems(config, everywhere))
+    options = config.optimizer
     groups, multipliers = parameter_groups(
-        module, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
+        module,
+        options.weight_decay,
+        multiplier_rule(options, config.model),
+        options.adam_eps if "adam_eps" in options.spec.options else None,
     )
     with deepspeed_patches.expert_groups(mesh), StageMessages(mesh, are_batched=False).active():
         engine, *_ = deepspeed.initialize(

@@ -9,8 +9,8 @@ import torch
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.optimizers.param_groups import Multipliers
 from megatron_ds.fileio.swap_folder import SwapFolder
+from megatron_ds.model.declaration.rates import Multipliers
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams

@@ -128,7 +128,9 @@ def _expected_settings(parts: EngineParts) -> EngineSettings:
         // (config.schedule.micro_batch_size * dp_size),
         optimizer=_expected_optimizer(config, ds_config),
         betas=tuple(getattr(options, name) for name in spec.betas) or None,
-        epsilon=_value_of(options, "eps"),
+        epsilon=None
+        if (epsilon := _value_of(options, "eps")) is None
+        else tuple(epsilon * factors.eps for factors in parts.multipliers),
         momentum=_value_of(options, "momentum"),
         matrices=None if spec.matrices is None else matrices,
         weight_decay=tuple(decay * factors.weight_decay for factors in parts.multipliers),
@@ -203,8 +205,9 @@ def _actual_settings(engine: Any, spec: OptimizerSpec) -> Iterator[tuple[str, An
     yield "optimizer", name if is_decoupled else f"{name} without decoupled decay"
     for group in basic.param_groups:
         yield "betas", tuple(group["betas"]) if "betas" in group else None
-        yield "epsilon", group.get("eps")
         yield "momentum", group.get("momentum")
+    epsilon = tuple(group["eps"] for group in basic.param_groups if "eps" in group)
+    yield "epsilon", epsilon or None
     types = getattr(basic, "state_types", {})
     names = {state.dtype: state.name for state in spec.states}
     options = MOMENT_TYPES if types else ()

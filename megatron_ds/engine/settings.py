@@ -38,8 +38,9 @@ class EngineSettings:
     """Class of the optimizer, and whether it is the fused kernel."""
     betas: tuple[float, ...] | None
     """Decay rates of the averages, of AdamW in an optimizer of matrices; None without them."""
-    epsilon: float | None
-    """Epsilon of AdamW, also in an optimizer of matrices; None without AdamW."""
+    epsilon: tuple[float, ...] | None
+    """Epsilon of AdamW of each parameter group, also in an optimizer of matrices; None without
+    AdamW."""
     momentum: float | None
     """Momentum, for example of SGD or Muon; None for an optimizer without one."""
     weight_decay: tuple[float, ...]

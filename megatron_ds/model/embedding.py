@@ -74,7 +74,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, *, group: Group, init: Initializer) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.multiplier = config.embedding_multiplier
+        self.multiplier = config.embedding_factor
         self.is_wide = config.fp32_residual_connection
         self.word = build_word_embedding(config, group, init)
         self.group = group

@@ -366,7 +366,7 @@ class GPTModel(nn.Module):
 
     def _scaled(self, x_SBH: Tensor) -> Tensor:
         """Normalized hidden states as the output layer takes them."""
-        multiplier = self.config.logits_multiplier
+        multiplier = self.config.logits_factor
         return x_SBH if multiplier == 1.0 else x_SBH * multiplier
 
     @property

@@ -110,6 +110,19 @@ VOCABULARY = (Role.WORDS, Role.OUTPUT, Role.OUTPUT_BIAS)
 """Roles of tables whose rows are padded with zeros to a number that depends on the layout."""
 
 
+class Width(StrEnum):
+    """Size of the model that grows with its width, for muP."""
+
+    HIDDEN = "hidden size"
+    HEADS = "heads times their dimension"
+    FEED_FORWARD = "feed-forward size"
+    LATENT = "size of latent vectors"
+
+
+FIXED = None
+"""A dimension that does not grow with the width: tokens, positions, experts."""
+
+
 class Partial(StrEnum):
     """Condition for each tensor-parallel rank to compute part of a replicated weight's gradient."""
 
@@ -145,6 +158,12 @@ class Weight:
     """Rows at the end that are zero and no tokens."""
     lr_scale: float = 1.0
     """Factor of the learning rate."""
+    widths: tuple[Width | None, ...] = ()
+    """What each dimension of `shape` grows with in wider models; FIXED for the others. Every weight
+    but states needs them for muP."""
+    width_mult: float | None = None
+    """Ratio of its number of inputs to that in the base model of muP, by which rates follow; its
+    `std` follows already. None: there is no base model."""
 
     def size(self, tp_size: int, ep_size: int = 1, *, has_whole_experts: bool = False) -> int:
         """Elements on one rank, if tensor-parallel ranks have parts of experts or whole ones."""
@@ -154,7 +173,13 @@ class Weight:
 
 
 def linear_weights(
-    name: str, shape: tuple[int, int], shard: ShardSpec | None, *, bias: bool, std: float
+    name: str,
+    shape: tuple[int, int],
+    shard: ShardSpec | None,
+    *,
+    bias: bool,
+    std: float,
+    widths: tuple[Width | None, ...] = (),
 ) -> Iterator[Weight]:
     """The weights of a `ColumnParallelLinear`, a `RowParallelLinear` or a replicated layer.
 
@@ -164,8 +189,9 @@ def linear_weights(
         shard: Sharding of the rows or of the columns. None: all ranks have the matrix.
         bias: Whether there is a bias; it starts at zero.
         std: Standard deviation of the initial matrix.
+        widths: What rows and columns grow with, see `Weight`.
     """
-    yield Weight(f"{name}.weight", shape, shard, std)
+    yield Weight(f"{name}.weight", shape, shard, std, widths=widths)
     if bias:
         shared = shard if shard is not None and shard.dim == 0 else None
-        yield Weight(f"{name}.bias", shape[:1], shared, role=Role.VECTOR)
+        yield Weight(f"{name}.bias", shape[:1], shared, role=Role.VECTOR, widths=widths[:1])

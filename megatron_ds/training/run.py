@@ -110,9 +110,17 @@ def _read_settings(
         rank=environment.local_rank(),  # a file may be missing on one machine only
         complete=complete,
         check=check,
+        describe=_transfer_lines,
         raises=environment.spans_hosts(),
     )
     return config, next(iter(opened), None)
+
+
+def _transfer_lines(config: Config) -> list[str]:
+    """The table of muP; imported here, because --help does not need the model."""
+    from megatron_ds.model.declaration.transfer_table import transfer_lines
+
+    return transfer_lines(config)
 
 
 def complete_settings(

@@ -355,6 +355,8 @@ class Muon(CautiousAdamW):
         self.rates: dict[torch.Tensor, tuple[float, float]] = {}
         """Factor of the learning rate, and weight decay, of matrices with their own."""
         self.seconds: dict[tuple[int, int], torch.Tensor] = {}
+        self.epsilon = options.adam_eps
+        """Epsilon of matrices."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -426,7 +428,7 @@ class Soap(Muon):
         state["V"] = beta2 * state["V"] + (1 - beta2) * (state["Q"].T @ matrix) ** 2
         rotated = state["Q"].T @ state["M"] / (1 - beta1 ** state["t"])
         root = (state["V"] / (1 - beta2 ** state["t"])).sqrt()
-        step = state["Q"] @ (rotated / (root + options.adam_eps))
+        step = state["Q"] @ (rotated / (root + self.epsilon))
         state["L"] = beta * state["L"] + outer
         if state["t"] % options.soap_precondition_frequency == 0:
             values = (state["Q"].T @ state["L"] @ state["Q"]).diag()
@@ -499,7 +501,9 @@ def _optimizer(
         {"params": others, "weight_decay": 0.0},
         *special,
     ]
-    names = {p: name for name, p in named.items()}
+    names = {p: name for name, p in named.items()} | {
+        group["params"][0]: "embedding or head" for group in special
+    }
     groups += [
         {**group, "params": [group["params"].pop(index)], "lr_scale": scale, "weight_decay": decay}
         for pattern, scale, decay in _named_rates(options)
@@ -507,20 +511,61 @@ def _optimizer(
         for index in reversed(range(len(group["params"])))
         if re.fullmatch(pattern, names.get(group["params"][index], ""))
     ]
+    if config.use_mup:
+        groups = [part for group in groups for part in _with_mup(group, names, config, options)]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
     if options.optimizer == "lion":
         return Lion(groups, lr=options.lr, betas=(options.lion_beta1, options.lion_beta2))
     if options.spec.matrices is not None:
         muon = OF_MATRICES[options.optimizer](groups, matrices, options)
+        if config.use_mup and options.optimizer == "soap":
+            ratio = config.mup_base_hidden_size / config.hidden_size
+            decay = options.weight_decay / (ratio if config.mup_independent_weight_decay else 1.0)
+            muon.rates |= {p: (ratio, decay) for p, _ in matrices}
+            if config.mup_base_num_layers:
+                muon.epsilon *= ratio * config.mup_base_num_layers / config.num_layers
+        scaled = dict(muon.rates)
         for name, scale, decay in reversed(_named_rates(options)):
             hits = [p for key, p in hidden_weights.items() if re.fullmatch(name, key)]
-            muon.rates |= dict.fromkeys(hits, (scale, decay))
+            muon.rates |= {p: (scale * scaled.get(p, (1.0,))[0], decay) for p in hits}
         return muon
     adam = CautiousAdamW if options.cautious_weight_decay else torch.optim.AdamW
     return adam(
         groups, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps
     )
+
+
+def _with_mup(
+    group: dict[str, Any],
+    names: dict[torch.Tensor, str],
+    config: ModelConfig,
+    options: OptimizerConfig,
+) -> list[dict[str, Any]]:
+    """A group for each parameter, with the rates of Megatron-LM's `get_mup_config_overrides` and,
+    over depths, of CompleteP (Dey et al. 2025, table 1)."""
+    width = config.hidden_size / config.mup_base_hidden_size
+    depth = config.num_layers / (config.mup_base_num_layers or config.num_layers)
+    parts = []
+    for p in group["params"]:
+        name = names[p]
+        is_hidden = name.startswith(("layers.", "predictions.")) and p.dim() > 1
+        is_hidden &= not name.endswith(".bias")
+        part = {**group, "params": [p]}
+        if options.optimizer == "sgd":
+            rate = 1.0 if is_hidden or group.get("is_decoupled") else width
+        else:
+            rate = 1 / width if is_hidden else 1.0
+        if options.optimizer == "adam" and is_hidden:
+            part["eps"] = options.adam_eps / width
+        if config.mup_base_num_layers and options.optimizer in ("adam", "muon", "soap"):
+            is_outside = name.startswith(("embedding", "head"))
+            part["eps"] = options.adam_eps / (width if is_outside else width * depth)
+        part["lr_scale"] = group.get("lr_scale", 1.0) * rate
+        if config.mup_independent_weight_decay:
+            part["weight_decay"] = group["weight_decay"] / rate
+        parts.append(part)
+    return parts
 
 
 def _named_rates(options: OptimizerConfig) -> list[tuple[str, float, float]]:

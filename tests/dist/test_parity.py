@@ -45,6 +45,8 @@ SMOKE = CASES[:4]
 PROOFS = (ROWS[4], *ROWS[7:9], *(case for case in OF_MATRICES if case.world == 2))
 ZERO3 = [case for case in CASES if case.stage == 3]
 EIGHT_BIT = [Case(2, stage, 1 + stage % 2, 4, "learned", "8-bit") for stage in range(4)]
+SCALED = {"mup": 1 / 2, "deep mup": 1 / 4}
+"""Factor of the smallest learning rate, that of matrices, in models with muP."""
 HPZ = Case(4, 3, 2, 1, "swiglu", "sgd")
 """Pairs of data-parallel ranks hold second copies of the parameters."""
 
@@ -101,6 +103,9 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     Claim (precision): QK-clip, with its largest logits, equals one process that stores all scores,
     also with grouped queries, windows and latent attention
 
+    Claim (precision): muP (`--use-mup`) over widths and depths, with rates, epsilons and decays of
+    each weight, equals one process, with Adam, SGD, Lion, Muon and SOAP
+
     Claim (parallel): ZeRO 0 to 3 x tensor parallelism x accumulation x model variants equal one
     process
     """
@@ -113,13 +118,14 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     moved = functools.partial(reference_of, case.model, case.optimizer)
     assert outcomes.differences(case.name, reference, moved) == []
     for rank, run in enumerate(outcomes.of(case.name)):
-        assert run.rates == reference.rates
+        scale = 1.0 if case.optimizer in ("sgd", "muon") else SCALED.get(case.model, 1.0)
+        assert run.rates == [scale * rate for rate in reference.rates]
         logits = [step.get("max_attention_logit") for step in run.routing]
         if reference.largest_logits:
             assert logits == pytest.approx(reference.largest_logits, rel=1e-5)
         assert (None in logits) == (not run_measures(case))
         assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
-        if case.optimizer == "sgd":
+        if case.optimizer == "sgd" and case.model != "mup":  # where rates differ
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
-from megatron_ds.config.fields import Decides, option_field
+from megatron_ds.config.fields import Decides, exclusive_problem, option_field
 from megatron_ds.config.model.architecture import (
     NormConfig,
     PredictionConfig,
@@ -17,12 +17,14 @@ from megatron_ds.config.model.architecture import (
 from megatron_ds.config.model.attention import AttentionConfig, PositionConfig
 from megatron_ds.config.model.feed_forward import FeedForwardConfig
 from megatron_ds.config.model.layer_pattern import pattern_of
+from megatron_ds.config.model.transfer import TransferConfig
 from megatron_ds.config.problems import Problem, with_value
 
 
 # Each base is a group of --help. The groups are in reverse order, as the fields of bases are.
 @dataclass(frozen=True)
 class ModelConfig(
+    TransferConfig,
     PredictionConfig,
     VocabularyConfig,
     FeedForwardConfig,
@@ -86,6 +88,10 @@ class ModelConfig(
         yield from self.attention_problems()
         yield from self.residual_problems()
         yield from self.position_problems()
+        yield from self.transfer_problems()
+        if self.use_mup and self.init_method_xavier_uniform:
+            reason = "muP sets the deviations of the initial weights"
+            yield exclusive_problem("init_method_xavier_uniform", "use_mup", reason=reason)
 
     def _shape_problems(self) -> Iterator[Problem]:
         hidden = self.hidden_size

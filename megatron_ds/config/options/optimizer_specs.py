@@ -65,6 +65,8 @@ class MatrixUpdate:
     fp32_tensors: int = 0
     """Number of fp32 tensors of a matrix that a rank sends to its owner, or further memory of this
     size."""
+    is_orthogonal: bool = False
+    """Whether the steps are orthogonal matrices, whose learning rate muP does not scale."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,9 @@ MUON = OptimizerSpec(
         "neuron_beta": None,
     },
     states=ADAM.states,
-    matrices=MatrixUpdate((_MOMENTUM,), "{muon_coefficient_type} coefficients", tensors=1),
+    matrices=MatrixUpdate(
+        (_MOMENTUM,), "{muon_coefficient_type} coefficients", tensors=1, is_orthogonal=True
+    ),
     synonyms=("dist_muon",),
     file_types=("Muon",),
 )
@@ -210,6 +214,7 @@ NORMUON = dataclasses.replace(
         "{muon_coefficient_type} coefficients, second moments of neurons",
         tensors=1,
         fp32_tensors=1,
+        is_orthogonal=True,
     ),
     saved_name="normuon",
     switch="normuon",

@@ -1,76 +1,37 @@
-"""Parameter groups: factors of learning rate and weight decay for each parameter, by a rule."""
+"""Parameter groups: the parameters that have the same factors of learning rate and weight decay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from megatron_ds.config import OptimizerConfig
 from megatron_ds.engine.states.threaded_copy import copy_tensors
+from megatron_ds.model.declaration.rates import (
+    MultiplierRule,
+    Multipliers,
+    decay_matrices_only,
+)
 from megatron_ds.parallel.sharding import declaration, expert_group
-from megatron_ds.parallel.weights import Role, Weight
-
-
-class Multipliers(NamedTuple):
-    """Multipliers of the scheduled learning rate and weight decay for a parameter."""
-
-    lr: float = 1.0
-    weight_decay: float = 1.0
-    is_matrix: bool = False
-    """Whether the optimizer updates the parameter as a matrix."""
-    is_decoupled: bool = False
-    """Whether --decoupled-lr is its learning rate."""
-
-
-MultiplierRule = Callable[[Weight], Multipliers]
-"""Maps a parameter's declaration to its factors."""
-
-
-def decay_matrices_only(weight: Weight) -> Multipliers:
-    """The default rule, as in Megatron: no weight decay for biases and weights of norms."""
-    decay = 0.0 if weight.role in (Role.VECTOR, Role.OUTPUT_BIAS) else 1.0
-    return Multipliers(lr=weight.lr_scale, weight_decay=decay)
-
-
-def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
-    """The rule for the options of a run."""
-    decay = options.weight_decay
-    embedding_decay = options.embedding_weight_decay
-    # Without weight decay, embeddings have none, either.
-    embeddings = 1.0 if embedding_decay is None or not decay else embedding_decay / decay
-    named = options.param_groups
-
-    def rule(weight: Weight) -> Multipliers:
-        factors = decay_matrices_only(weight)
-        role = weight.role
-        if role in (Role.WORDS, Role.POSITIONS):
-            factors = factors._replace(weight_decay=embeddings)
-        factors = factors._replace(
-            is_matrix=options.spec.matrices is not None and role is Role.MATRIX,
-            is_decoupled=options.decoupled_lr is not None and role in (Role.WORDS, Role.OUTPUT),
-        )
-        group = next((group for group in named if group.matches(weight.name)), None)
-        if group is not None and (lr := group.lr) is not None:
-            factors = factors._replace(
-                lr=lr.factor(factors.lr, options.lr),
-                is_decoupled=factors.is_decoupled and lr.is_factor,
-            )
-        if group is not None and group.wd is not None:
-            factors = factors._replace(weight_decay=group.wd.factor(factors.weight_decay, decay))
-        return factors
-
-    return rule
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, rule: MultiplierRule = decay_matrices_only
+    model: nn.Module,
+    weight_decay: float,
+    rule: MultiplierRule = decay_matrices_only,
+    eps: float | None = None,
 ) -> tuple[list[dict[str, Any]], tuple[Multipliers, ...]]:
     """Group the parameters of a model by their factors, experts of other ranks' apart.
+
+    Args:
+        model: The model.
+        weight_decay: --weight-decay.
+        rule: Gives the factors of each parameter.
+        eps: --adam-eps. None: the optimizer has none.
 
     Returns:
         The groups for the optimizer, in the order in which the model has them, and the factors of
@@ -85,6 +46,8 @@ def parameter_groups(
         group = {"params": params, "weight_decay": weight_decay * factors.weight_decay}
         if factors.is_matrix:
             group["is_matrix"] = True
+        if eps is not None and factors.eps != 1.0:
+            group["eps"] = eps * factors.eps
         if experts is not None:
             # DeepSpeed partitions these over the ranks that have the same experts.
             group |= {"name": experts, "moe": True}

@@ -125,12 +125,13 @@ def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
     """The rule of each layer. Layers of multi-token prediction have the rule of the last layer."""
     ropes = _ropes(config) if config.is_rotary else (None,) * config.num_layers
     has_alibi = config.position_embedding_type == "alibi"
-    scale = config.softmax_scale
+    scale = config.score_scale
     softcap = config.attn_logit_softcapping
-    if scale is None and config.multi_latent_attention:  # whatever the size of the cached keys
+    if config.softmax_scale is None and config.multi_latent_attention:
+        scale = config.head_dim**-0.5 if scale is None else scale  # not of the cached keys
         scaling = _scaling(config)
-        scale = scaling.latent_scale if isinstance(scaling, YarnScaling) else 1.0
-        scale *= config.head_dim**-0.5
+        if isinstance(scaling, YarnScaling):
+            scale *= scaling.latent_scale
     others = scale, softcap, config.softmax_type != "vanilla"
     rules = tuple(
         AttentionRule(rope, has_alibi, window, *others)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_ds.config import MoEConfig
 from megatron_ds.model.declaration.forward_pass import FP32, Pass
 from megatron_ds.model.declaration.parts import FeedForwardSpec, Part
-from megatron_ds.parallel.weights import Partial, Role, Weight, linear_weights
+from megatron_ds.parallel.weights import FIXED, Partial, Role, Weight, Width, linear_weights
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,10 @@ class ExpertsSpec(Part):
         hidden = self.model.hidden_size
         bias = moe.moe_router_bias
         std = model.init_method_std
-        yield from linear_weights("router", (moe.experts, hidden), None, bias=bias, std=std)
+        widths = (FIXED, Width.HIDDEN)
+        yield from linear_weights(
+            "router", (moe.experts, hidden), None, widths=widths, bias=bias, std=std
+        )
         if moe.moe_router_enable_expert_bias:
             yield Weight("router.expert_bias", (moe.experts,), role=Role.STATE)
         for weight in self.expert.weights():
@@ -50,14 +53,21 @@ class ExpertsSpec(Part):
                 shape=(moe.experts, *weight.shape),
                 shard=shard and dataclasses.replace(shard, dim=shard.dim + 1),
                 is_stacked=True,
+                widths=(FIXED, *weight.widths),
             )
         bias = model.add_bias_linear
         latent = moe.moe_latent_size
         if latent is not None:
             std = model.init_method_std
-            yield from linear_weights("latent_in", (latent, hidden), None, bias=bias, std=std)
+            latent_hidden = (Width.LATENT, Width.HIDDEN)
+            yield from linear_weights(
+                "latent_in", (latent, hidden), None, widths=latent_hidden, bias=bias, std=std
+            )
             std = self.residual_std
-            yield from linear_weights("latent_out", (hidden, latent), None, bias=bias, std=std)
+            hidden_latent = (Width.HIDDEN, Width.LATENT)
+            yield from linear_weights(
+                "latent_out", (hidden, latent), None, widths=hidden_latent, bias=bias, std=std
+            )
         if self.shared is not None:
             yield from self.shared.named("shared").values()
         if self.shared is not None and moe.moe_shared_expert_gate:
@@ -66,6 +76,7 @@ class ExpertsSpec(Part):
                 (1, hidden),
                 std=model.init_method_std,
                 partial_over=Partial.SEQUENCE,
+                widths=(FIXED, Width.HIDDEN),
             )
 
     def matmul_macs(self, keys: int) -> int:

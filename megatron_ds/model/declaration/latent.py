@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ds.model.declaration.forward_pass import FP32, Pass
 from megatron_ds.model.declaration.parts import AttentionSpec, NormSpec
-from megatron_ds.parallel.weights import Partial, ShardSpec, Weight, linear_weights
+from megatron_ds.parallel.weights import Partial, ShardSpec, Weight, Width, linear_weights
 
 SEQUENCE = Partial.SEQUENCE
 
@@ -40,19 +40,33 @@ class MLASpec(AttentionSpec):
         q, k, v = self.sections
         rows = {"q": q, "kv": k - model.num_attention_heads * model.qk_pos_emb_head_dim + v}
         if "q" not in self.ranks:
-            yield from linear_weights("q", (q, hidden), ShardSpec(0, (q,)), bias=False, std=std)
+            widths = (Width.HEADS, Width.HIDDEN)
+            yield from linear_weights(
+                "q", (q, hidden), ShardSpec(0, (q,)), widths=widths, bias=False, std=std
+            )
         for name, rank in self.ranks.items():
             shared = model.qk_pos_emb_head_dim if name == "kv" else 0
             yield Weight(
-                f"{name}_down.weight", (rank + shared, hidden), None, std, partial_over=SEQUENCE
+                f"{name}_down.weight",
+                (rank + shared, hidden),
+                None,
+                std,
+                partial_over=SEQUENCE,
+                widths=(Width.LATENT, Width.HIDDEN),
             )
             shape = (rows[name], rank)
             shard = ShardSpec(0, (rows[name],))
-            yield from linear_weights(f"{name}_up", shape, shard, bias=False, std=std)
+            widths = (Width.HEADS, Width.LATENT)
+            yield from linear_weights(
+                f"{name}_up", shape, shard, widths=widths, bias=False, std=std
+            )
         shape = (hidden, v)
         std = self.residual_std
         shard = ShardSpec(1, (v,))
-        yield from linear_weights("proj", shape, shard, bias=model.attention_bias, std=std)
+        widths = (Width.HIDDEN, Width.HEADS)
+        yield from linear_weights(
+            "proj", shape, shard, widths=widths, bias=model.attention_bias, std=std
+        )
         for name, norm in self.norms.items():
             yield from norm.named(name).values()
 
@@ -60,7 +74,10 @@ class MLASpec(AttentionSpec):
     def norms(self) -> dict[str, NormSpec]:
         """Norms of the latent vectors."""
         ranks = self.ranks if self.model.qk_layernorm else {}
-        return {f"{name}_norm": NormSpec(self.model, rank) for name, rank in ranks.items()}
+        return {
+            f"{name}_norm": NormSpec(self.model, rank, width=Width.LATENT)
+            for name, rank in ranks.items()
+        }
 
     @property
     def latents(self) -> int:

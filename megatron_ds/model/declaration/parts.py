@@ -16,6 +16,7 @@ from megatron_ds.config.problems import counted
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.declaration.forward_pass import FP32, Pass
 from megatron_ds.parallel.weights import (
+    FIXED,
     GATE,
     GATE_UP,
     QUERY_KEY_VALUE,
@@ -23,6 +24,7 @@ from megatron_ds.parallel.weights import (
     Role,
     ShardSpec,
     Weight,
+    Width,
     linear_weights,
 )
 
@@ -82,13 +84,24 @@ class Part:
             for weight in self.weights()
         }
 
+    def _scaled(self, weight: Weight) -> Weight:
+        """A weight with the ratio of its inputs to those in the base model of muP, and with the
+        initial deviation of a matrix that has so many."""
+        if not self.model.use_mup or weight.width_mult is not None or weight.role is Role.STATE:
+            return weight
+        grows = weight.role is Role.MATRIX and weight.widths[-1] is not FIXED
+        ratio = self.model.width_mult if grows else 1.0
+        return dataclasses.replace(weight, width_mult=ratio, std=weight.std / ratio**0.5)
+
     def _drawn(self, weight: Weight) -> Weight:
         """A weight whose initial values are those that the options select."""
+        weight = self._scaled(weight)
         model = self.model
         embedding_std = self.model.embedding_init_method_std
+        tables = (Role.WORDS, Role.POSITIONS, *((Role.OUTPUT,) if model.use_mup else ()))
         if not weight.std:
             return weight
-        if embedding_std is not None and weight.role in (Role.WORDS, Role.POSITIONS):
+        if embedding_std is not None and weight.role in tables:
             return dataclasses.replace(weight, std=embedding_std)
         if not model.init_method_xavier_uniform:
             return weight
@@ -104,7 +117,7 @@ class Part:
     @property
     def residual_std(self) -> float:
         """Standard deviation of matrices that write to the residual stream."""
-        std: float = self.model.init_method_std / (2.0 * self.model.num_layers) ** 0.5
+        std: float = self.model.init_method_std / (2.0 * self.model.residual_layers) ** 0.5
         return std
 
 
@@ -120,6 +133,8 @@ class NormSpec(Part):
     has_weight: bool = True
     """Whether the norm has a learned weight. Without one it is RMSNorm, regardless of
     --normalization."""
+    width: Width | None = Width.HIDDEN
+    """What the normalized dimension grows with."""
 
     def weights(self) -> Iterator[Weight]:
         if not self.has_weight:
@@ -132,7 +147,13 @@ class NormSpec(Part):
         means |= {"bias": 0.0} if self.model.normalization == "LayerNorm" else {}
         for name, mean in means.items():
             yield Weight(
-                name, shape, shard, mean=mean, role=Role.VECTOR, partial_over=self.partial_over
+                name,
+                shape,
+                shard,
+                mean=mean,
+                role=Role.VECTOR,
+                partial_over=self.partial_over,
+                widths=(self.width,),
             )
 
     @property
@@ -213,17 +234,25 @@ class AttentionSpec(Part):
         if model.softmax_type == "learnable":
             heads = (model.num_attention_heads,)
             yield Weight(
-                "sinks", heads, ShardSpec(0, heads), model.init_method_std, role=Role.VECTOR
+                "sinks",
+                heads,
+                ShardSpec(0, heads),
+                model.init_method_std,
+                role=Role.VECTOR,
+                widths=(Width.HEADS,),
             )
         gate = ((model.gate_size,), (GATE,)) if model.gate_size else ((), ())
         rows = ShardSpec(0, (*sections, *gate[0]), (*QUERY_KEY_VALUE, *gate[1]))
         columns = ShardSpec(1, sections[:1])
         shape = (sum(rows.sections), hidden)
         std = model.init_method_std
-        yield from linear_weights("qkv", shape, rows, bias=model.qkv_bias, std=std)
+        widths = (Width.HEADS, Width.HIDDEN)
+        yield from linear_weights("qkv", shape, rows, widths=widths, bias=model.qkv_bias, std=std)
         shape = (hidden, sections[0])
         std = self.residual_std
-        yield from linear_weights("proj", shape, columns, bias=model.attention_bias, std=std)
+        yield from linear_weights(
+            "proj", shape, columns, widths=widths[::-1], bias=model.attention_bias, std=std
+        )
         for name, norm in self.norms.items():
             yield from norm.named(name).values()
 
@@ -233,12 +262,15 @@ class AttentionSpec(Part):
         part of its gradient."""
         model = self.model
         q, k, _ = self.sections
-        head_norm = NormSpec(model, model.head_dim, Partial.ALWAYS, has_weight=not model.qk_l2_norm)
+        has_weight = not model.qk_l2_norm
+        head_norm = NormSpec(
+            model, model.head_dim, Partial.ALWAYS, has_weight=has_weight, width=FIXED
+        )
         norms = {"q_norm": head_norm, "k_norm": head_norm}
         if model.qk_layernorm and model.qk_layernorm_scope == "all-heads":
             sizes = {"q_norm": q, "k_norm": k}
             return {
-                name: NormSpec(model, size, Partial.NEVER, is_sharded=True)
+                name: NormSpec(model, size, Partial.NEVER, is_sharded=True, width=Width.HEADS)
                 for name, size in sizes.items()
             }
         return norms if model.qk_layernorm or model.qk_l2_norm else {}
@@ -340,11 +372,13 @@ class FeedForwardSpec(Part):
         rows = ShardSpec(0, (width,) * max(1, len(parts)), parts)
         shape = (sum(rows.sections), hidden)
         std = model.init_method_std
-        yield from linear_weights("fc_in", shape, rows, bias=bias, std=std)
+        widths = (Width.FEED_FORWARD, Width.HIDDEN if self.hidden is None else Width.LATENT)
+        yield from linear_weights("fc_in", shape, rows, widths=widths, bias=bias, std=std)
         shape = (hidden, width)
         std = self.residual_std
         columns = ShardSpec(1, (width,))
-        yield from linear_weights("fc_out", shape, columns, bias=bias, std=std)
+        widths = widths[::-1]
+        yield from linear_weights("fc_out", shape, columns, widths=widths, bias=bias, std=std)
 
     def describe(self) -> str:
         activation, _, limit, offset = self.model.activation_arguments
@@ -385,6 +419,7 @@ class EmbeddingSpec(Part):
                 std=model.init_method_std,
                 role=Role.POSITIONS,
                 partial_over=Partial.SEQUENCE,
+                widths=(FIXED, Width.HIDDEN),
             )
 
     def describe(self) -> str:
@@ -405,7 +440,7 @@ class OutputSpec(EmbeddingSpec):
             shard = ShardSpec(0, (self.rows,))
             role = Role.OUTPUT_BIAS
             padding = self.rows - self.model.vocab_size
-            yield Weight("bias", (self.rows,), shard, role=role, padding=padding)
+            yield Weight("bias", (self.rows,), shard, role=role, padding=padding, widths=(FIXED,))
 
     def matmul_macs(self, keys: int) -> int:
         return self.rows * self.model.hidden_size
@@ -433,6 +468,7 @@ class PredictionSpec(Part):
             (hidden, 2 * hidden),
             std=self.model.init_method_std,
             partial_over=Partial.SEQUENCE,
+            widths=(Width.HIDDEN, Width.HIDDEN),
         )
 
     def matmul_macs(self, keys: int) -> int:
@@ -450,5 +486,11 @@ def _vocabulary(name: str, rows: int, model: ModelConfig, role: Role) -> Weight:
     shape = (rows, model.hidden_size)
     std = model.init_method_std
     return Weight(
-        name, shape, ShardSpec(0, (rows,)), std, role=role, padding=rows - model.vocab_size
+        name,
+        shape,
+        ShardSpec(0, (rows,)),
+        std,
+        role=role,
+        padding=rows - model.vocab_size,
+        widths=(FIXED, Width.HIDDEN),
     )

@@ -41,7 +41,7 @@ def residual_form(model: ModelConfig) -> Residual:
     return Residual(
         pre=position in ("before", "both"),
         post=position in ("both", "reordered"),
-        scale=model.residual_multiplier,
+        scale=model.residual_factor,
         parallel=parallel is not None,
         separate=parallel == "separate",
         after=position == "after",

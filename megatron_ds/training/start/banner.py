@@ -16,9 +16,10 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
-from megatron_ds.engine.optimizers.param_groups import multiplier_rule
 from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.model.declaration.architecture import Layer, is_matrix, is_state, run_spec
+from megatron_ds.model.declaration.rates import multiplier_rule
+from megatron_ds.model.declaration.transfer_table import transfer_lines
 from megatron_ds.model.norm import select_norm_kernel
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
@@ -246,7 +247,8 @@ def _engine_settings(facts: BannerData) -> Lines:
     coefficients = f"momentum {settings.momentum:g}" if settings.momentum is not None else ""
     if settings.betas is not None:
         betas = f"betas {' '.join(f'{beta:g}' for beta in settings.betas)}"
-        coefficients = f"{betas}, epsilon {settings.epsilon:g}" if settings.epsilon else betas
+        epsilons = " or ".join(dict.fromkeys(f"{value:g}" for value in settings.epsilon or ()))
+        coefficients = f"{betas}, epsilon {epsilons}" if epsilons else betas
     if (update := options.spec.matrices) is not None:
         spec = run_spec(facts.config)
         tensors = spec.sizes()
@@ -278,6 +280,7 @@ def _engine_settings(facts: BannerData) -> Lines:
         ("ZeRO", zero),
         ("optimizer", optimizer),
         *groups,
+        *(("" if row else "muP", line) for row, line in enumerate(transfer_lines(facts.config))),
         ("data types", types),
         ("loss scale", str(settings.loss_scale or "none")),
         ("recompute", _recompute(facts.config) + tiles),
@@ -292,7 +295,7 @@ def _groups(facts: BannerData) -> Iterator[str]:
     if not options.param_group:
         return
     spec = run_spec(facts.config)
-    rule = multiplier_rule(options)
+    rule = multiplier_rule(options, facts.config.model)
     sizes = Counter[tuple[str, float, float]]()
     for weight in spec.weights().values():
         if not is_state(weight):

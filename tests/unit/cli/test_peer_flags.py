@@ -137,10 +137,9 @@ def test_no_ignored_flag_changes_what_is_learned() -> None:
     "line",
     [
         "--mup",
-        "--use-mup",
         "--mup-input-mult 2",
         "--mup --mup-output-mult 3 --mup-attn-mult 1",
-        "--mup-base-hidden-size 256",
+        "--use-mup --mup-attn-mult 1",
         "--save-base-shapes",
         "--mutransfer",
     ],

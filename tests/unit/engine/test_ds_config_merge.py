@@ -16,8 +16,8 @@ from megatron_ds.engine.ds_config.fields import MAPPINGS
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int
-from megatron_ds.engine.optimizers.param_groups import multiplier_rule
 from megatron_ds.model.declaration.architecture import model_spec
+from megatron_ds.model.declaration.rates import multiplier_rule
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.tables import tables
@@ -334,7 +334,7 @@ def test_a_scheduler_leaves_the_rates_of_other_groups(merge: Merge) -> None:
     config, problems, warnings = merge(file, flags, without="--lr 1e-4")
     assert (problems, codes(warnings)) == ([], ["ds-scheduler-translated"])
     weights = model_spec(config.model, config.moe).weights()
-    rule = multiplier_rule(config.optimizer)
+    rule = multiplier_rule(config.optimizer, config.model)
     rates = []
     for step in (2, 4, 9):
         plan = schedules.plan(config, TrainState(applied_samples=16 * step), 2)

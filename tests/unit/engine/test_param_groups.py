@@ -10,14 +10,13 @@ from torch import nn
 from megatron_ds.config import Config, ModelConfig, MoEConfig, OptimizerConfig
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.optimizers.param_groups import (
-    Multipliers,
     keep_settings_on_load,
-    multiplier_rule,
     parameter_groups,
     reused_states,
     set_lr_and_weight_decay,
 )
 from megatron_ds.model.declaration.architecture import model_spec, param_group_problems
+from megatron_ds.model.declaration.rates import Multipliers, multiplier_rule
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import declare
 from megatron_ds.parallel.weights import Role, Weight
@@ -37,7 +36,7 @@ def test_default_rule_decays_matrices_only() -> None:
 
 
 def test_muon_updates_the_matrices_of_layers_and_stacked_ones() -> None:
-    rule = multiplier_rule(OptimizerConfig(optimizer="muon"))
+    rule = multiplier_rule(OptimizerConfig(optimizer="muon"), ModelConfig())
     config = ModelConfig(**SIZES)
     weights = model_spec(config, MoEConfig(num_experts=(4,))).weights()
     matrices = [name for name, weight in weights.items() if rule(weight).is_matrix]
@@ -86,7 +85,9 @@ class Named(nn.Module):
 
 def settings_of(model: nn.Module, options: OptimizerConfig) -> dict[str, tuple[float, float]]:
     """Learning rate and weight decay of each parameter, scheduled at half of both."""
-    groups, multipliers = parameter_groups(model, options.weight_decay, multiplier_rule(options))
+    groups, multipliers = parameter_groups(
+        model, options.weight_decay, multiplier_rule(options, ModelConfig())
+    )
     optimizer = torch.optim.SGD(groups, lr=1.0)
     decoupled = None if options.decoupled_lr is None else options.decoupled_lr / 2
     decay = options.weight_decay / 2
