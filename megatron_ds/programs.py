@@ -30,6 +30,7 @@ PACKAGE = Path(__file__).resolve().parent
 REPOSITORY = PACKAGE.parent
 PROGRAMS = {
     "build-ops": Program("tools/build_ops.py", "megatron_ds.planning.build_ops"),
+    "check-step": Program("tools/check_step.py", "megatron_ds.training.replay.step_command"),
     "client": Program("tools/text_generation_cli.py", "megatron_ds.inference.client"),
     "completion": Program("tools/completion.py", "megatron_ds.cli.completion"),
     "convert": Program("tools/convert_checkpoint.py", "megatron_ds.loading.programs.convert"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.training.replay.verification import Trust, verify
+from megatron_ds.training.replay.one_process import Trust
+from megatron_ds.training.replay.verification import verify
 from tests.e2e.corrupted_run import DATA, FORWARD, GRADIENT, OPTIMIZER, RANDOM, WEIGHT
 from tests.e2e.runs import Launcher, Settings
 from tests.proofs.cases import with_proofs

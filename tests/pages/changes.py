@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ds.config import GROUPS, fields_in_phase, fields_that_decide, flag_of
 from megatron_ds.config.fields import Decides, InPhase, option_fields
-from megatron_ds.training.replay.verification import DROPPED
+from megatron_ds.training.replay.one_process import DROPPED
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "docs" / "reference" / "changes.md"

@@ -41,10 +41,16 @@ class Options:
 
     def problems(self) -> Iterator[Problem]:
         for field, text in (("path", self.path), ("other", self.other)):
-            if text and not (path := format_and_folder(text)[1]).exists():
-                yield Problem("checkpoint-folder-missing", field, path=path)
-            elif text:
-                yield from (problem.about(load=field) for problem in location_problems(text))
+            if text:
+                yield from folder_problems(field, text)
+
+
+def folder_problems(field: str, text: str) -> Iterator[Problem]:
+    """Problems of the location of a checkpoint that an option names."""
+    if not (path := format_and_folder(text)[1]).exists():
+        yield Problem("checkpoint-folder-missing", field, path=path)
+    else:
+        yield from (problem.about(load=field) for problem in location_problems(text))
 
 
 def format_and_folder(text: str) -> tuple[str, Path]:

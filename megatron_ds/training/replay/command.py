@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +17,8 @@ from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.options.checkpoint import missing_folder
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_config.fields import field_value
-from megatron_ds.launch.ranks.rank_variables import RANK_VARIABLES
-from megatron_ds.programs import start_words
-from megatron_ds.training.replay.verification import Trust, verify
-
-LAUNCHER = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+from megatron_ds.training.replay.one_process import Trust, start_replay
+from megatron_ds.training.replay.verification import verify
 
 
 @dataclass(frozen=True)
@@ -76,27 +69,11 @@ def work(options: Options) -> int:
     trust = Trust(changes, options.trust_recorded_files)
     limit = options.tolerance
     run = Path(options.run)
-    replay = partial(start_replay, options)
+    replay = partial(start_replay, options.script, options.show_logs)
     try:
         return verify(run, options.steps, replay, print, tolerance=limit, trust=trust)
     except UserError as error:  # with another status than a difference
         fail(error.problems, table_of(Options))
-
-
-def start_replay(options: Options, words: Sequence[str]) -> int:
-    """Trains as one process on the host; prints its log if it fails, or if asked for."""
-    script = [options.script] if options.script is not None else start_words("train")
-    program = [sys.executable, *script, *words]
-    unset = [word for name in LAUNCHER for word in ("-u", name)]
-    command = ["env", *unset, "DS_ACCELERATOR=cpu", *program]
-    if options.show_logs:
-        return subprocess.call(command, stdout=sys.stderr)
-    with tempfile.TemporaryFile() as log:
-        status = subprocess.call(command, stdout=log, stderr=log)
-        if status:
-            log.seek(0)
-            shutil.copyfileobj(log, sys.stderr.buffer)
-    return status
 
 
 main = cli.program(Options, work)

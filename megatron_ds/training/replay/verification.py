@@ -6,33 +6,27 @@ order in which a step computes. How a replay is started comes in as a function. 
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint.metadata import iteration_of, list_checkpoints
-from megatron_ds.config import GROUP_OF_FIELD, Config, fields_that_only_decide, yaml_file
-from megatron_ds.config.fields import Decides
+from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.options.schedule import parse_iteration_range
 from megatron_ds.config.problems import counted, user_error
-from megatron_ds.engine.ds_config.fields import field_value
 from megatron_ds.training.loggers.events import EVENTS
 from megatron_ds.training.loggers.step_records import FILE_NAME, record_path
+from megatron_ds.training.replay.one_process import Replay, Trust, one_process
 from megatron_ds.training.replay.record_comparison import DECAY, Difference, compare, continued
 from megatron_ds.training.replay.recorded_run import (
     Record,
     read_records,
     read_starts,
     requiring_form,
-    restricted,
 )
 
-Replay = Callable[[Sequence[str]], int]
-"""Trains as one process on the host, with flags of pretrain_gpt.py; returns the exit status."""
 HALF_PRECISION = {
     "weights": 2e-2,
     "forward": 1e-2,
@@ -71,8 +65,6 @@ CAUSES = {
     "optimizer": "the same gradients gave other weights",
 }
 """Causes of differences, with what they mean."""
-DROPPED = Decides.LAYOUT | Decides.OPERATION | Decides.RUN
-"""Kinds of settings that a replay does not take from the run."""
 LOADED = (
     "load",
     "ckpt_step",
@@ -100,19 +92,6 @@ class Segment:
     """Iteration at which the run was started with these settings."""
     ranks: int
     steps: list[int]
-
-
-@dataclass(frozen=True)
-class Trust:
-    """Permissions that the caller gives for using a run's record.
-
-    Attributes:
-        changes: Settings that replace recorded ones, by field.
-        files: Whether files outside of the run's folder are read where the record names them.
-    """
-
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    files: bool = False
 
 
 def verify(
@@ -322,16 +301,11 @@ def replay_config(run: Path, segment: Segment, folder: Path, trust: Trust) -> Co
         UserError: If the record names what is not trusted.
     """
     before = segment.config
-    default = Config()
     at = segment.checkpoint
     options = before.checkpoint
-    model = before.model
-    parallel = before.parallel
     values: dict[str, Any] = {
-        "eval_iters": 0,
-        "num_workers": 0,
-        "memory_check": "off",
-        "max_consecutive_skipped_steps": 0,
+        "record_every": before.logging.record_every,
+        "exit_interval": segment.steps[-1],
     }
     if at:
         is_saved = (run / f"global_step{at}").is_dir()
@@ -339,30 +313,9 @@ def replay_config(run: Path, segment: Segment, folder: Path, trust: Trust) -> Co
     elif options.load != options.save:
         values |= {name: getattr(options, name) for name in LOADED}
     if not before.schedule.batch_size_steps:
-        dp_size = parallel.data_parallel_size(segment.ranks)
+        dp_size = before.parallel.data_parallel_size(segment.ranks)
         values["global_batch_size"] = before.final_global_batch_size(dp_size)
-    unit = math.lcm(model.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size)
-    is_null = before.tokenizer.tokenizer_type == "NullTokenizer"
-    values |= {
-        "make_vocab_size_divisible_by": unit,
-        "vocab_size": model.vocab_size - is_null,  # which counts no end of documents
-        "metrics_jsonl": str(folder / "metrics.jsonl"),
-        "record_every": before.logging.record_every,
-        "exit_interval": segment.steps[-1],
-        "seed": before.runtime.seed,
-        "zero_stage": min(before.zero_stage, 1),
-        "allow_fp16_on_cpu": before.precision.fp16,
-        **trust.changes,
-    }
-    dropped = fields_that_only_decide(DROPPED)
-    dropped -= vars(before.data).keys()  # where token files are cached is `restricted` below
-    unlike = {name: field_value(default, name) for name in dropped}
-    config = before.with_values({**unlike, **values})
-    replaced = {*trust.changes, *(("load",) if values.get("load") == str(run) else ())}
-    config = restricted(config, run, folder, replaced=replaced, is_trusted=trust.files)
-    names = {x for x in GROUP_OF_FIELD if field_value(config, x) != field_value(default, x)}
-    names -= set() if is_null else {"vocab_size"}
-    return dataclasses.replace(config, given=frozenset(names | trust.changes.keys()))
+    return one_process(before, values, run, folder, trust)
 
 
 def _wanted(words: Sequence[str] | None, records: Mapping[int, Record]) -> list[int]:

@@ -15,9 +15,10 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import with_tuples
 from megatron_ds.config.problems import UserError
 from megatron_ds.training.loggers.jsonl_logger import to_line
+from megatron_ds.training.replay.one_process import Trust
 from megatron_ds.training.replay.record_comparison import DECAY, MISSING, compare, continued
 from megatron_ds.training.replay.recorded_run import check_record
-from megatron_ds.training.replay.verification import Segment, Trust, plan, replay_config, verify
+from megatron_ds.training.replay.verification import Segment, plan, replay_config, verify
 from tests.problems import raises_problem
 
 RECORD: dict[str, Any] = {

@@ -1,0 +1,318 @@
+"""Computes the steps between two checkpoints of any trainer again, and compares the result.
+
+Owns what one process is told in order to continue a checkpoint, and the gradients of micro-batches.
+What the differences mean is `diagnosis`'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.checkpoint.compatibility import config_of
+from megatron_ds.config import Config, yaml_file
+from megatron_ds.config.problems import Problem, counted, raise_if_any, user_error
+from megatron_ds.conversion.registry import open_source
+from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
+from megatron_ds.schedules import learning_rate, plan
+from megatron_ds.train_state import TrainState
+from megatron_ds.training.replay.diagnosis import KINDS, Diagnosis, Finding, Limits, Step
+from megatron_ds.training.replay.one_process import Replay, Trust, one_process
+from megatron_ds.training.replay.tensor_comparison import AdamStates, Results
+from megatron_ds.training.replay.verification import TOLERANCES
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Kinds of Adam's states."""
+NO_RATE = 1e-30
+"""A learning rate that changes no weight."""
+NEAR = 3
+"""Iterations around the step whose learning rates are compared with that of an update."""
+LONGEST = 1000
+"""Steps between two checkpoints that are computed; more are most likely a mistake."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoints of a run, and the settings of the steps between.
+
+    Attributes:
+        first: The checkpoint from which the steps start.
+        second: The checkpoint after them.
+        config: Settings of the run.
+    """
+
+    first: SourceCheckpoint
+    second: SourceCheckpoint
+    config: Config
+
+    @property
+    def start(self) -> int:
+        """Iteration of the first checkpoint."""
+        return self.first.iteration or 0
+
+    @property
+    def end(self) -> int:
+        """Iteration of the second checkpoint."""
+        return self.second.iteration or 0
+
+    @property
+    def steps(self) -> int:
+        return self.end - self.start
+
+    @property
+    def rows(self) -> int:
+        """Rows of the vocabulary tables, without padding."""
+        return min(one.settings.model.vocab_size for one in (self.first, self.second))
+
+    @property
+    def state(self) -> TrainState:
+        """Progress of the run at the first checkpoint."""
+        if self.first.native is not None:
+            return self.first.native.run.state
+        run = self.first.run
+        assert run is not None
+        consumed = run.consumed_samples or 0
+        applied = consumed if run.applied_samples is None else run.applied_samples
+        tokens = self.config.model.seq_length
+        return TrainState(
+            iteration=run.iteration,
+            consumed_samples=consumed,
+            consumed_tokens=consumed * tokens,
+            applied_samples=applied,
+            applied_tokens=applied * tokens,
+            applied_iterations=run.steps or run.iteration,
+        )
+
+
+@contextmanager
+def open_pair(
+    first: Path, second: Path, settings: Config, trust: Trust, warn: Callable[[str], None]
+) -> Iterator[Pair]:
+    """Opens two checkpoints.
+
+    Args:
+        first: Folder of a checkpoint.
+        second: Folder of a later one of the same run.
+        settings: Settings of the command line; those of a checkpoint of this program are its own,
+            which only `trust` replaces.
+        trust: Settings that the caller has given.
+        warn: Called with each warning.
+
+    Raises:
+        UserError: If there are no steps between, or one has no states of Adam.
+    """
+    options = ReadOptions(warn=warn, optimizer=True)
+    source = open_source(first, options=options)
+    try:
+        later = open_source(second, options=options)
+        try:
+            raise_if_any(_pair_problems(source, later))
+            config = settings
+            if source.native is not None:
+                recorded = config_of(source.native.run.config)
+                config = recorded.with_values(trust.changes)
+            yield Pair(source, later, config)
+        finally:
+            later.release()
+    finally:
+        source.release()
+
+
+def _pair_problems(first: SourceCheckpoint, second: SourceCheckpoint) -> Iterator[Problem]:
+    for field, source in (("first", first), ("second", second)):
+        missing = [key for key in MOMENTS if not source.optimizer.get(key)]
+        if missing:
+            yield Problem("step-without-moments", field, path=source.path, states=missing)
+    steps = (second.iteration or 0) - (first.iteration or 0)
+    if not 0 < steps <= LONGEST:
+        shown = {"first": first.iteration, "second": second.iteration, "longest": LONGEST}
+        yield Problem("steps-not-between", "second", **shown)
+    names = first.tensors.keys() ^ second.tensors.keys()
+    if names:
+        yield Problem("step-of-other-models", "second", names=", ".join(sorted(names)[:5]))
+
+
+def check_step(
+    pair: Pair,
+    replay: Replay,
+    say: Callable[[str], object],
+    *,
+    trust: Trust,
+    tolerance: float | None,
+) -> int:
+    """Computes the steps, and returns the exit status: 0 if the result is equal, otherwise 1.
+
+    Args:
+        pair: The checkpoints.
+        replay: Starts one process.
+        say: Prints a line.
+        trust: Settings of the caller, and what a record may name.
+        tolerance: Largest accepted difference relative to a norm. None: that of the precision.
+
+    Raises:
+        UserError: If the steps cannot be computed.
+    """
+    limits = TOLERANCES[pair.config.precision.name]
+    accepted = Limits(tolerance or limits["gradient"], tolerance or limits["update"])
+    span = (
+        f"iteration {pair.end}" if pair.steps == 1 else f"iterations {pair.start + 1} to {pair.end}"
+    )
+    say(f"computing {span} as one process from {pair.first.path}")
+    with tempfile.TemporaryDirectory() as name:
+        computed = _Computed(pair, Path(name), replay, trust)
+        results, last = computed.steps()
+        step = Step(
+            norm=last["grad_norm"] if pair.steps == 1 else None,
+            clip=pair.config.optimizer.clip_grad,
+            applied=pair.first.run.steps or 0 if pair.first.run else 0,
+            decay=last["weight_decay"],
+            rates=_rates(pair),
+            iteration=pair.end,
+            parts=computed.micro_batches,
+        )
+        diagnosis = Diagnosis(results, step, accepted)
+        finding = diagnosis.find()
+    if finding is None:
+        tensors = counted(len(diagnosis.tensors), "tensor")
+        say(f"equal: weights, {' and '.join(MOMENTS)} of {tensors}")
+        say("the largest differences, relative to norms, are")
+        for key, (size, where) in diagnosis.largest.items():
+            say(f"    {key}: {size:.1e}, {where}")
+        return 0
+    say(f"not equal: {finding.name}")
+    say(_described(finding))
+    return 1
+
+
+def _described(finding: Finding) -> str:
+    others = f", and so with {counted(finding.others, 'further tensor')}" if finding.others else ""
+    return f"    {finding.kind} ({KINDS[finding.kind]}): {finding.text}{others}"
+
+
+def _rates(pair: Pair) -> dict[int, float]:
+    """Learning rates around the last step, by iteration."""
+    state = pair.state
+    size = plan(pair.config, state, 1).global_batch_size
+    tokens = size * pair.config.model.seq_length
+    rates = {}
+    for ahead in range(pair.steps - NEAR, pair.steps + NEAR + 1):
+        if state.iteration + ahead < 1:
+            continue
+        shifted = dataclasses.replace(
+            state,
+            iteration=state.iteration + ahead - 1,
+            applied_samples=max(0, state.applied_samples + (ahead - 1) * size),
+            applied_tokens=max(0, state.applied_tokens + (ahead - 1) * tokens),
+        )
+        rates[state.iteration + ahead] = learning_rate(pair.config, shifted, 1)
+    return rates
+
+
+class _Computed:
+    """Runs of one process from the first checkpoint, in a temporary folder."""
+
+    def __init__(self, pair: Pair, folder: Path, replay: Replay, trust: Trust) -> None:
+        self._pair = pair
+        self._folder = folder
+        self._replay = replay
+        self._trust = trust
+
+    def steps(self) -> tuple[Results, Mapping[str, Any]]:
+        """What the steps give, and the metrics of the last one."""
+        pair = self._pair
+        values = {"save_interval": pair.end, "exit_interval": pair.end}
+        folder = self._run("steps", values)
+        expected = _states_at(folder, pair.end, pair.rows)
+        betas = (pair.config.optimizer.adam_beta1, pair.config.optimizer.adam_beta2)
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        last = json.loads(lines[-1])
+        return Results(
+            before=_states_of(pair.first, pair.rows),
+            run=_states_of(pair.second, pair.rows),
+            expected=expected,
+            steps=pair.steps,
+            betas=betas,
+            lr=last["learning_rate"],
+        ), last
+
+    def micro_batches(self) -> Sequence[TensorReaders]:
+        """Gradient of each micro-batch of the step; none of several steps.
+
+        One step for each: with beta1 = 0 the first moment is the gradient, and with almost no
+        learning rate the weights stay.
+        """
+        pair = self._pair
+        schedule = pair.config.schedule
+        size = plan(pair.config, pair.state, 1).global_batch_size
+        count = size // schedule.micro_batch_size
+        if pair.steps != 1 or count < 2:
+            return []
+        values: dict[str, Any] = {
+            "save_interval": 1,
+            "exit_interval": pair.start + count,
+            "global_batch_size": schedule.micro_batch_size,
+            "rampup_batch_size": None,
+            "step_batch_size_schedule": None,
+            "lr": NO_RATE,
+            "min_lr": 0.0,
+            "decoupled_lr": None,
+            "weight_decay": 0.0,
+            "clip_grad": 0.0,
+            "adam_beta1": 0.0,
+        }
+        if schedule.train_iters is not None:  # as many samples, and therefore the same order
+            values["train_iters"] = schedule.train_iters * count
+        folder = self._run("micro_batches", values)
+        return [
+            _states_at(folder, iteration, pair.rows).exp_avg
+            for iteration in range(pair.start + 1, pair.start + count + 1)
+        ]
+
+    def _run(self, name: str, values: Mapping[str, Any]) -> Path:
+        """Continues the first checkpoint with these settings; returns the folder of the run.
+
+        Raises:
+            UserError: If it fails, or the record names what the reader does not trust.
+        """
+        folder = self._folder / name
+        folder.mkdir()
+        path = self._pair.first.path
+        loaded = {"load": str(path.parent), "ckpt_step": self._pair.start, "save": str(folder)}
+        trust = dataclasses.replace(self._trust, changes={**self._trust.changes, **values})
+        config = one_process(self._pair.config, {**loaded, **values}, path.parent, folder, trust)
+        file = folder / "settings.yaml"
+        file.write_text(yaml_file.dump(config), encoding="utf-8")
+        status = self._replay(["--config", str(file)])
+        if status:
+            raise user_error("replay-failed", status=status)
+        return folder
+
+
+def _states_at(folder: Path, iteration: int, rows: int) -> AdamStates:
+    """The states that a computation has saved."""
+    path = folder / f"global_step{iteration}"
+    source = open_source(path, options=ReadOptions(optimizer=True, checksums=False))
+    source.release()  # no run removes it
+    return _states_of(source, rows)
+
+
+def _states_of(source: SourceCheckpoint, rows: int) -> AdamStates:
+    """The states of a checkpoint, with the rows of the vocabulary alone."""
+    weights = {name: source.tensors[name] for name in source.tensors}
+    weights |= source.optimizer.get(MASTER, {})
+    tables = (weights, *(source.optimizer[key] for key in MOMENTS))
+    return AdamStates(*(_without_padding(tensors, rows) for tensors in tables))
+
+
+def _without_padding(tensors: TensorReaders, rows: int) -> TensorReaders:
+    return {
+        name: tensor.first_rows(rows) if name in VOCABULARY_TABLES else tensor
+        for name, tensor in tensors.items()
+    }
