@@ -2,9 +2,8 @@
 
     make test-versions VERSIONS="lowest torch==2.14.1 transformers==5.23.0"
 
-`lowest` has the lower bounds of setup.py together, but the tests' own packages as they are pinned,
-and `newest` the newest versions that pip finds within its ranges. Other versions replace those of
-requirements.txt; the rest stays as it is there.
+`lowest` has the lower bounds of setup.py together, and `newest` the newest versions that pip finds
+within its ranges. Other versions replace those of requirements.txt; the rest stays as it is there.
 
 Each run has an environment of its own in build/versions. For `lowest` and `newest` pip installs
 this project with its extras, so that versions that contradict each other are an error of the run.
@@ -131,9 +130,7 @@ def exact(name: str) -> dict[str, str]:
     if name == NEWEST:
         return {}
     bounds = {canonicalize_name(each.name): lower_bound(each) for each in ranges()}
-    of_tests = [canonicalize_name(each.name) for each in ranges("test")]
-    lowest = bounds | {package: pins()[package] for package in of_tests}
-    return {package: bound for package, bound in lowest.items() if bound is not None}
+    return {package: bound for package, bound in bounds.items() if bound is not None}
 
 
 def interpreter(name: str) -> Path:

@@ -68,7 +68,8 @@ class Messages:
         def all_reduce(values: torch.Tensor, **options: Any) -> Any:
             assert options["async_op"]
             self.sent.append(values)
-            return send(values, **options)
+            # Gradients have no values, and torch 2.10 sends no tensors without values.
+            return send(torch.zeros(1), **options)
 
         monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
