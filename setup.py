@@ -85,6 +85,6 @@ setup(
             "pytest-timeout>=2.3.1",
             "pytest-xdist>=3.6",
         ],
-        "dev": ["mypy>=1.14", "ruff>=0.12"],
+        "dev": ["mypy>=2.4", "ruff>=0.17"],
     },
 )

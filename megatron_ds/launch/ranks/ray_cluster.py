@@ -92,10 +92,9 @@ class RayCluster:
             retry_exceptions=[ChildProcessError],
             scheduling_strategy="SPREAD",
         )
-        folder = str(Path.cwd())
-        pending = {
-            task.remote(command, folder, PATIENCE_S): name for name, command in commands.items()
-        }
+        arguments = (str(Path.cwd()), PATIENCE_S)
+        pending = {task.remote(command, *arguments): name for name, command in commands.items()}
+        retries = dict.fromkeys(commands, RETRIES)
         seen = time.monotonic()
         while pending:
             ready = ray.wait(list(pending), timeout=LOOK_S)[0]
@@ -108,6 +107,12 @@ class RayCluster:
                 try:
                     code, errors = ray.get(reference)
                 except ray.exceptions.RayError as error:
+                    # Ray repeats no task that it could not hand to this machine's raylet, which a
+                    # busy machine may cause; the end of the raylet would end this process.
+                    if isinstance(error, ray.exceptions.LocalRayletDiedError) and retries[name]:
+                        retries[name] -= 1
+                        pending[task.remote(commands[name], *arguments)] = name
+                        continue
                     raise user_error("ray-task-lost", name=name, reason=error) from error
                 if code:
                     shown = errors[-SHOWN_CHARACTERS:].strip()

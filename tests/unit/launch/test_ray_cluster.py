@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,3 +40,57 @@ def test_commands_for_which_no_node_is_left_end(monkeypatch: pytest.MonkeyPatch)
     with raises_problem("ray-node-lost", contains="no node of the Ray cluster"):
         RayCluster("auto").run({"1 of 2": ["script.py"]}, 8, lambda text: None)
     assert waits == [ray_cluster.LOOK_S] * 4
+
+
+class RayError(Exception):
+    """ray.exceptions.RayError."""
+
+
+class LocalRayletDiedError(RayError):
+    """ray.exceptions.LocalRayletDiedError."""
+
+
+@pytest.mark.parametrize(
+    ("failure", "failures", "is_lost"),
+    [
+        (LocalRayletDiedError, 1, False),
+        (LocalRayletDiedError, ray_cluster.RETRIES, False),
+        (LocalRayletDiedError, ray_cluster.RETRIES + 1, True),
+        (RayError, 1, True),
+    ],
+)
+def test_command_that_the_raylet_did_not_take_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, failure: type[Exception], failures: int, is_lost: bool
+) -> None:
+    """Up to the number of retries, and no other command with it."""
+    started: list[list[str]] = []
+
+    def start(command: list[str], *arguments: object) -> int:
+        started.append(command)
+        return next(references)
+
+    def get(reference: int) -> tuple[int, str]:
+        if started[reference] == ["a.py"] and started.count(["a.py"]) <= failures:
+            raise failure
+        return 0, ""
+
+    references = count()
+    task = SimpleNamespace(remote=start)
+    fake = SimpleNamespace(
+        remote=lambda function: SimpleNamespace(options=lambda **options: task),
+        wait=lambda pending, timeout: (pending[:1], pending[1:]),
+        nodes=lambda: [{"Alive": True, "Resources": {"CPU": 1}}],
+        get=get,
+        exceptions=SimpleNamespace(RayError=RayError, LocalRayletDiedError=LocalRayletDiedError),
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    run = partial(RayCluster("auto").run, {"a": ["a.py"], "b": ["b.py"]}, 1)
+    if is_lost:
+        with raises_problem("ray-task-lost"):
+            run(log=lambda text: None)
+    else:
+        texts: list[str] = []
+        run(log=texts.append)
+        assert texts == ["1 of 2 shards are complete", "2 of 2 shards are complete"]
+        assert started.count(["b.py"]) == 1
+        assert started.count(["a.py"]) == failures + 1
