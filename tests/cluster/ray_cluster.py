@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,10 @@ import psutil
 from tests.cluster.ray_nodes import ON_LOOPBACK
 from tests.fork_server import DEADLINE, REPOSITORY
 
-INSTALLED = REPOSITORY / "build" / "ray"
+FOLDER = REPOSITORY / "build" / "ray"
+"""Ray, where the environment has none."""
+IS_IN_ENVIRONMENT = find_spec("ray") is not None
+IS_INSTALLED = IS_IN_ENVIRONMENT or FOLDER.is_dir()
 ATTEMPTS = 3
 """Starts of the nodes: Ray gives a node 30 seconds, which a busy machine may exceed."""
 
@@ -24,9 +28,10 @@ class RayNodes:
         self.environment = {
             **os.environ,
             **ON_LOOPBACK,
-            "PYTHONPATH": str(INSTALLED),
             "OMP_NUM_THREADS": "1",
         }
+        if not IS_IN_ENVIRONMENT:
+            self.environment["PYTHONPATH"] = str(FOLDER)
         words: list[str] = []
         for _ in range(ATTEMPTS):
             with (folder / "nodes.log").open("wb") as log:

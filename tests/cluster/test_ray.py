@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ds.config.problems import counted
 from tests.cleaning_runs import corpus
-from tests.cluster.ray_cluster import INSTALLED, RayNodes, has_ended
+from tests.cluster.ray_cluster import IS_INSTALLED, RayNodes, has_ended
 from tests.fork_server import DEADLINE, REPOSITORY
 from tests.preprocess_runs import output_files, remove_output
 from tests.problems import printed_codes
@@ -36,7 +36,7 @@ CLEAN = str(REPOSITORY / "tools" / "openwebtext" / "clean.py")
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
-    if not INSTALLED.is_dir():
+    if not IS_INSTALLED:
         pytest.skip("Ray is not installed in build/ray (make test-cluster)")
     nodes = RayNodes(tmp_path_factory.mktemp("nodes"))
     yield nodes

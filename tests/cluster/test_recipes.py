@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.cluster.cluster import SLOTS, Cluster, Done, find_obstacle
-from tests.cluster.ray_cluster import INSTALLED, RayNodes
+from tests.cluster.ray_cluster import IS_INSTALLED, RayNodes
 from tests.e2e.runs import (
     ENDLESS,
     PRETRAIN,
@@ -200,7 +200,7 @@ def test_the_command_for_kubeflows_deepspeed_runtime_trains_on_both_nodes(
 
 @pytest.fixture
 def ray_nodes(tmp_path: Path) -> Iterator[RayNodes]:
-    if not INSTALLED.is_dir():
+    if not IS_INSTALLED:
         pytest.skip("Ray is not installed in build/ray (make test-cluster)")
     nodes = RayNodes(tmp_path)
     yield nodes

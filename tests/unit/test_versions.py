@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from megatron_ds.config.support_matrix import AXES
 from tests.pages import support_matrix
 from tests.reports import read_cases
-from tests.unit.test_requirements import pins, ranges
+from tests.unit.test_requirements import ranges
 from tests.versions import bounds, run
 
 REPORT = """<testsuites><testsuite>
@@ -105,14 +105,17 @@ def test_environments_have_exact_versions() -> None:
     lowest = bounds.exact("lowest")
 
     assert lowest.keys() == {canonicalize_name(requirement.name) for requirement in ranges()}
-    assert lowest["pytest"] == pins()["pytest"]
+    assert all(each.specifier.contains(lowest[canonicalize_name(each.name)]) for each in ranges())
     assert bounds.exact("newest") == {}
     assert "conversion" not in bounds.sets_of_tests("torch==2.1")
     assert bounds.sets_of_tests("lowest")["conversion"] == "tests/unit/conversion"
     assert {"engine", "commands"} <= bounds.sets_of_tests("torch==2.1").keys()
-    paths = [
-        path for name in ("lowest", "torch==2.1") for path in bounds.sets_of_tests(name).values()
-    ]
+    assert bounds.sets_of_tests("lm_eval==0.4").keys() == {"evaluation"}
+    assert bounds.ALONE.keys() == {
+        canonicalize_name(each.name) for extra in bounds.LEFT_OUT for each in ranges(extra)
+    }
+    names = ("lowest", "torch==2.1", "ray==2.1", "lm_eval==0.4")
+    paths = [path for name in names for path in bounds.sets_of_tests(name).values()]
     assert all((bounds.REPOSITORY / path).exists() for path in paths)
 
 
@@ -124,21 +127,41 @@ def test_recorded_errors_name_no_folder_of_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed", "commands", "versions"),
-    [({}, 4, {"2.1"}), ({"test_x": "a | b"}, 4, set()), ({}, 0, set())],
+    ("name", "sets", "versions"),
+    [
+        ("torch==2.1", {"commands": (4, {}), "engine": (2, {})}, {"torch": "2.1"}),
+        ("torch==2.1", {"commands": (4, {}), "engine": (2, {"test_x": "a | b"})}, {}),
+        ("torch==2.1", {"commands": (0, {}), "engine": (2, {})}, {}),
+        ("torch==2.1", {"engine": (2, {})}, {}),
+        ("ray==2.2", {"two nodes of Ray": (2, {})}, {"ray": "2.2"}),
+        ("ray==2.2", {"two nodes of Ray": (0, {})}, {}),
+    ],
 )
-def test_version_of_a_package_is_claimed_only_if_everything_passed(
-    failed: dict[str, str], commands: int, versions: set[str]
+def test_version_of_a_package_is_claimed_only_if_everything_that_needs_it_passed(
+    name: str, sets: dict[str, tuple[int, dict[str, str]]], versions: dict[str, str]
 ) -> None:
-    sets = {
-        "installation": {"tests": 1, "failed": {}},
-        "commands": {"tests": commands, "failed": {}},
-        "engine": {"tests": 2, "failed": failed},
-    }
+    results = {each: {"tests": tests, "failed": failed} for each, (tests, failed) in sets.items()}
+    results["installation"] = {"tests": 1, "failed": {}}
     where = {"python": "3.11", "date": "2026-01-01", "machine": "CPU"}
-    runs = {"torch==2.1": {"sets": sets, "versions": {"torch": "2.1"}, **where}}
+    installed = {"torch": "2.1", "ray": "2.2"}
+    runs = {name: {"sets": results, "versions": installed, **where}}
 
-    assert bounds.passing_versions("torch", runs) == versions
+    for package in installed:
+        wanted = {versions[package]} if package in versions else set()
+        assert bounds.passing_versions(package, runs) == wanted
     text = bounds.page(runs)
-    assert ("| 2.1 | 2.1 |" in text) == bool(versions)
-    assert (r"| `test_x` | a \| b |" in text) == bool(failed)
+    assert re.findall(r"\| ([\d.]+) \| \1 \|$", text, re.MULTILINE) == [*versions.values()]
+    is_failed = any(failed for _, failed in sets.values())
+    assert (r"| `test_x` | a \| b |" in text) == is_failed
+
+
+def test_lint_uses_the_packages_of_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, text in (("ruff", "[ $1 = check ]"), ("python", "echo $0 $2; false")):
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        program.chmod(0o755)
+
+    result = bounds.lint(tmp_path / "bin" / "python", {"PATH": str(tmp_path / "bin")})
+
+    assert result == {"tests": 3, "failed": {"ruff format": "", "mypy": "bin/python mypy"}}

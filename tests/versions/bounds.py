@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -40,8 +41,8 @@ ENVIRONMENTS = REPOSITORY / "build" / "versions"
 RESULTS = Path(__file__).with_name("bounds.json")
 OUTPUT = REPOSITORY / "docs" / "development" / "package_versions.md"
 LEFT_OUT = ("ray", "eval", "dev")
-"""Extras of setup.py that are not installed: the tests of two are not unit tests, and `dev` is for
-lint."""
+"""Extras of setup.py that `lowest` and `newest` do not install. Their packages are tried where an
+environment names them."""
 EXTRAS = tuple(extra for extra in extras() if extra not in LEFT_OUT)
 """Extras that are installed."""
 LOWEST = "lowest"
@@ -65,6 +66,14 @@ FOLDERS = {
     ),
 }
 """Package -> folders of tests/unit that depend on it; "": that depend on others."""
+LINT = "lint"
+ALONE = {
+    "ray": {"two nodes of Ray": "tests/cluster/test_ray.py"},
+    "lm-eval": {"evaluation": "tests/unit/evaluation"},
+    "mypy": {LINT: ""},
+    "ruff": {LINT: ""},
+}
+"""Packages of LEFT_OUT -> the sets of tests that need them, with the path of each."""
 FOLDER_OF_A_TEST = r"(?:/pytest-of-[^/\s]+/pytest-\d+(?:/popen-gw\d+)?/[^/\s]+)?"
 """What pytest adds to the temporary folder."""
 INSTALLATION = "installation"
@@ -72,7 +81,8 @@ COMMAND_SET = "commands"
 PACKAGES = """
 ## Packages
 
-The lowest and the newest version of environments in which the commands ran and nothing failed:
+The lowest and the newest version of environments in which what depends on the package ran, and
+nothing failed:
 
 | package | `setup.py` | `requirements.txt` | lowest | newest |
 |---|---|---|---|---|
@@ -107,8 +117,13 @@ of them runs
   for `lowest` and `newest` also
   {", ".join(FOLDERS[""])}.
 
+Packages that neither of them installs are tried where an environment names them, by what needs
+them alone: for Ray `{ALONE["ray"]["two nodes of Ray"]}`, for lm_eval
+`{ALONE["lm-eval"]["evaluation"]}`, for mypy and ruff what `make lint` runs. They are counted as
+unit tests.
+
 A cell has the number of failed tests and of all that ran. DeepSpeed has
-[its own page](deepspeed_versions.md). Ray, lm_eval and what lint needs were not tried.
+[its own page](deepspeed_versions.md).
 
 """
 
@@ -186,12 +201,23 @@ def versions_of(python: Path) -> dict[str, str]:
 
 def sets_of_tests(name: str) -> dict[str, str]:
     """The sets of tests that an environment runs, with the path of each."""
-    packages = {Requirement(text).name for text in name.split(",")} & FOLDERS.keys()
-    folders = [folder for package in packages or FOLDERS for folder in FOLDERS[package]]
+    packages = named_packages(name)
+    alone = {
+        test_set: path for each in packages & ALONE.keys() for test_set, path in ALONE[each].items()
+    }
+    if alone:
+        return alone
+    folders = [
+        folder for package in packages & FOLDERS.keys() or FOLDERS for folder in FOLDERS[package]
+    ]
     return {COMMAND_SET: COMMANDS} | {folder: f"tests/unit/{folder}" for folder in folders}
 
 
-def run_tests(name: str, tests: str, workers: int) -> Result:
+def named_packages(name: str) -> set[str]:
+    return {canonicalize_name(Requirement(text).name) for text in name.split(",")}
+
+
+def run_tests(name: str, test_set: str, path: str, workers: int) -> Result:
     """The result of a set of tests in an environment."""
     python = interpreter(name)
     programs = (str(python.parent), str(Path(sys.executable).parent))
@@ -202,12 +228,39 @@ def run_tests(name: str, tests: str, workers: int) -> Result:
         "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "torch_extensions"),
         "PATH": os.pathsep.join([*programs, os.environ["PATH"]]),
     }
+    if test_set == LINT:
+        return lint(python, environment)
     report = python.parents[1] / "report.xml"
     report.unlink(missing_ok=True)
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"-n{workers}"]
-    command += ["--dist", "loadfile", f"--junitxml={report}", tests]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"-n{0 if test_set == COMMAND_SET else workers}", "--dist", "loadfile"]
+    command += [f"--junitxml={report}", path]
     subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
     return result_of([case for case in read_cases(report) if not case.is_skipped])
+
+
+def lint(python: Path, environment: Mapping[str, str]) -> Result:
+    """What `make lint` runs, with the ruff that `environment` finds first."""
+    commands = {
+        "ruff check": ["ruff", "check", "--no-cache", "."],
+        "ruff format": ["ruff", "format", "--check", "--no-cache", "."],
+        "mypy": [str(python), "-m", "mypy", "--cache-dir", str(python.parents[1] / "mypy_cache")],
+    }
+    failed = {}
+    for name, command in commands.items():
+        # Through a shell, which finds programs by the PATH of `environment`.
+        done = subprocess.run(
+            shlex.join(command),
+            shell=True,
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            failed[name] = without_folders(done.stdout.strip().rpartition("\n")[2])
+    return {"tests": len(commands), "failed": failed}
 
 
 def result_of(cases: Sequence[Case]) -> Result:
@@ -248,20 +301,21 @@ def run(name: str, workers: int, only: Collection[str], earlier: Run) -> Iterato
     versions = versions_of(interpreter(name))
     for test_set, path in sets_of_tests(name).items():
         if not only or test_set in only:
-            sets[test_set] = run_tests(name, path, workers if test_set != COMMAND_SET else 0)
+            sets[test_set] = run_tests(name, test_set, path, workers)
             yield {"sets": sets, "versions": versions, **where}
 
 
-def passed(run: Run) -> bool:
-    """Whether the commands ran in an environment, and nothing failed."""
-    ran = COMMAND_SET in run["sets"] and run["sets"][COMMAND_SET]["tests"] > 0
-    return ran and not any(result["failed"] for result in run["sets"].values())
-
-
 def passing_versions(package: str, runs: Mapping[str, Run]) -> set[str]:
-    """The versions of a package in environments without failures."""
-    installed = [run["versions"] for run in runs.values() if passed(run)]
-    return {versions[package] for versions in installed if package in versions}
+    """The versions of a package in environments that ran what depends on it and failed nothing."""
+    versions = set()
+    for name, run in runs.items():
+        needed = ALONE.get(package, {COMMAND_SET: COMMANDS})
+        is_tried = package not in ALONE or package in named_packages(name)
+        ran = all(run["sets"].get(each, {}).get("tests") for each in needed)
+        failed = any(result["failed"] for result in run["sets"].values())
+        if is_tried and ran and not failed and package in run["versions"]:
+            versions.add(run["versions"][package])
+    return versions
 
 
 def page(runs: Mapping[str, Run]) -> str:
@@ -284,13 +338,12 @@ def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
 
 def _packages(runs: Mapping[str, Run]) -> Iterator[str]:
     yield PACKAGES
-    left_out = {each.name for extra in LEFT_OUT for each in ranges(extra)}
-    tried = [each for each in ranges() if each.name not in left_out]
-    specifiers = {canonicalize_name(each.name): str(each.specifier) for each in tried}
+    specifiers = {canonicalize_name(each.name): str(each.specifier) for each in ranges()}
+    pinned = pins("tests/ray/requirements.txt")
     for package, specifier in sorted(specifiers.items()):
         passing = sorted(passing_versions(package, runs), key=Version)
         lowest, newest = (passing[0], passing[-1]) if passing else ("not run", "not run")
-        yield f"| {package} | `{specifier}` | {pins()[package]} | {lowest} | {newest} |\n"
+        yield f"| {package} | `{specifier}` | {pinned[package]} | {lowest} | {newest} |\n"
 
 
 def _failures(runs: Mapping[str, Run]) -> Iterator[str]:
