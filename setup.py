@@ -51,7 +51,7 @@ setup(
         "safetensors>=0.8",
         "tensorboard>=2.17.1",
         "tokenizers>=0.23.1",
-        "tqdm>=4.66",
+        "tqdm>=4.66.3",
         "xxhash>=3.2",
     ],
     extras_require={
@@ -64,7 +64,7 @@ setup(
             "pyarrow>=16",
         ],
         "tokenizers": [
-            "Jinja2>=3.1",
+            "Jinja2>=3.1.6",
             "sentencepiece>=0.2.2",
             "tiktoken>=0.8",
             "transformers>=5.23",
@@ -72,7 +72,7 @@ setup(
         "cleaning": ["ftfy>=6.3", "msgpack>=1.0", "py3langid>=0.4", "rensa>=0.5"],
         "ray": ["ray>=2.40"],
         "s3": ["fsspec>=2024.12", "obstore>=0.6"],
-        "plot": ["Jinja2>=3.1", "matplotlib>=3.9"],
+        "plot": ["Jinja2>=3.1.6", "matplotlib>=3.9"],
         "8bit": ["bitsandbytes>=0.46"],
         "server": ["fastapi>=0.115", "prometheus-client>=0.23.1", "uvicorn>=0.30"],
         "eval": ["datasets>=3.6", "lm_eval>=0.4.13"],

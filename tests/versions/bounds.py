@@ -40,7 +40,7 @@ from tests.unit.test_requirements import extras, pins, ranges  # noqa: E402
 ENVIRONMENTS = REPOSITORY / "build" / "versions"
 RESULTS = Path(__file__).with_name("bounds.json")
 OUTPUT = REPOSITORY / "docs" / "development" / "package_versions.md"
-LEFT_OUT = ("ray", "eval", "dev")
+LEFT_OUT = ("ray", "dev")
 """Extras of setup.py that `lowest` and `newest` do not install. Their packages are tried where an
 environment names them."""
 EXTRAS = tuple(extra for extra in extras() if extra not in LEFT_OUT)
@@ -63,13 +63,13 @@ FOLDERS = {
         "training",
         "cli",
         "config",
+        "evaluation",
     ),
 }
 """Package -> folders of tests/unit that depend on it; "": that depend on others."""
 LINT = "lint"
 ALONE = {
     "ray": {"two nodes of Ray": "tests/cluster/test_ray.py"},
-    "lm-eval": {"evaluation": "tests/unit/evaluation"},
     "mypy": {LINT: ""},
     "ruff": {LINT: ""},
 }
@@ -118,9 +118,8 @@ of them runs
   {", ".join(FOLDERS[""])}.
 
 Packages that neither of them installs are tried where an environment names them, by what needs
-them alone: for Ray `{ALONE["ray"]["two nodes of Ray"]}`, for lm_eval
-`{ALONE["lm-eval"]["evaluation"]}`, for mypy and ruff what `make lint` runs. They are counted as
-unit tests.
+them alone: for Ray `{ALONE["ray"]["two nodes of Ray"]}`, for mypy and ruff what `make lint` runs.
+They are counted as unit tests.
 
 A cell has the number of failed tests and of all that ran. DeepSpeed has
 [its own page](deepspeed_versions.md).
