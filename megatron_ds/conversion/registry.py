@@ -44,6 +44,8 @@ from megatron_ds.conversion.source import (
     WriteOptions,
 )
 from megatron_ds.conversion.trainers.litgpt import open_litgpt
+from megatron_ds.conversion.trainers.olmo_core import open_olmo_core
+from megatron_ds.conversion.trainers.torchtitan import open_torchtitan
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import is_hf, is_weights_folder
 
@@ -79,6 +81,8 @@ def _is_of(name: str) -> Callable[[Path], bool]:
 
 FORMATS = (
     # Some have a file that is a mark of torch_dist.
+    Format("torchtitan", _is_of("torchtitan"), open_torchtitan, verify_tensors),
+    Format("olmo_core", _is_of("olmo_core"), open_olmo_core, verify_tensors),
     Format("litgpt", _is_of("litgpt"), open_litgpt, verify_tensors),
     # Megatron-DeepSpeed's folders have the names of native ones.
     Format("megatron", has_kind(LEGACY, DEEPSPEED), open_megatron, verify_tensors, write_megatron),

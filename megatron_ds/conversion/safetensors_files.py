@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config.problems import ignore, user_error
 from megatron_ds.conversion.model_settings import read_json_object
-from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
+from megatron_ds.engine.states.state_reader import Columns, TensorReader, TensorReaders, part_of
 from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
 
 SINGLE = "model.safetensors"
@@ -77,8 +77,8 @@ def open_safetensors(path: Path) -> dict[str, TensorReader]:
                 dtype = entry.get_dtype()
                 if dtype not in DTYPES:
                     raise SafetensorError(f"{name} has type {dtype}")
-                read = functools.partial(_read_tensor, path, name)
-                tensors[name] = TensorReader.full(shape, DTYPES[dtype], read)
+                read = functools.partial(_read_rows, path, name)
+                tensors[name] = TensorReader(shape, DTYPES[dtype], read)
     except SafetensorError as error:
         raise user_error("foreign-file-unreadable", path=path, error=error) from error
     return tensors
@@ -180,10 +180,16 @@ def _bytes_of(tensor: TensorReader) -> Any:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _read_tensor(path: Path, name: str) -> Tensor:
+def _read_rows(path: Path, name: str, rows: range, columns: Columns | None) -> Tensor:
+    """Reads rows of a tensor from the disk, and no others."""
     try:
         with safe_open(path, framework="pt") as file:
-            value: Tensor = file.get_tensor(name)
-            return value
+            entry = file.get_slice(name)
+            size = entry.get_shape()
+            if not size or len(rows) == size[0]:
+                value: Tensor = file.get_tensor(name)
+            else:
+                value = entry[rows.start : rows.stop]
     except SafetensorError as error:
         raise user_error("foreign-file-unreadable", path=path, error=error) from error
+    return part_of(value, range(len(rows)), columns)

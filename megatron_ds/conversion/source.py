@@ -217,6 +217,8 @@ class ReadOptions:
     """Compare the files with their checksums, where the format has some."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model for a checkpoint that has none."""
+    given: frozenset[str] = frozenset()
+    """Those that the user gave, by name; the others are defaults."""
 
 
 @dataclass(frozen=True)

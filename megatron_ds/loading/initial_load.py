@@ -252,12 +252,15 @@ class InitialLoad:
         return self.optimizer_steps
 
     def tensor(self, name: str, key: str) -> TensorReader:
-        """The full tensor; the last one is kept in memory, because it is read in blocks."""
+        """The full tensor. It is read in blocks: one that can only be read completely is kept in
+        memory until the next one is."""
         from megatron_ds.engine.states.state_reader import TensorReader
 
+        reader = self.optimizer.get(key, self.weights)[name]
+        if not reader.is_indivisible:
+            return reader
         if self._last is None or self._last[0] != (name, key):
-            tensors = self.optimizer.get(key, self.weights)
-            self._last = (name, key), TensorReader.of(tensors[name].read())
+            self._last = (name, key), TensorReader.of(reader.read())
         return self._last[1]
 
 
@@ -324,7 +327,7 @@ def _open(path: Path, config: Config) -> SourceCheckpoint:
     from megatron_ds.conversion.source import ReadOptions
 
     model = dataclasses.asdict(config.model)
-    options = ReadOptions(optimizer=True, checksums=False, model=model)
+    options = ReadOptions(optimizer=True, checksums=False, model=model, given=config.given)
     name = split_location(config.checkpoint.load or "")[0]
     if name not in TRAINERS:
         name = HF if _is_named_hf(path, config.checkpoint) else AUTO

@@ -18,7 +18,7 @@ SAVE = when(save=ANY_VALUE)
 LOAD = when(load=ANY_VALUE)
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
-TRAINERS = ("litgpt",)
+TRAINERS = ("torchtitan", "olmo_core", "litgpt")
 """Formats of the checkpoints of other trainers."""
 FORMATS = ("native", "universal", "hf", "megatron", "torch_dist", *TRAINERS)
 """Formats that --load can name before the folder, as in hf:FOLDER."""

@@ -41,8 +41,6 @@ NAMES_OF_TRANSFORMERS = re.compile(
 )
 """Names of weights in models of transformers."""
 LAYER_OF_MEGATRON = re.compile(r".*\bdecoder\.layers\.\d+\..+")
-LAYER_OF_TORCHTITAN = re.compile(r"layers\.\d+\.(attention|feed_forward|moe)\..+")
-LAYER_OF_OLMO_CORE = re.compile(r"model\.blocks\.\d+\..+")
 FILES_READ = 4
 """Files of a checkpoint whose names of tensors are compared."""
 
@@ -57,22 +55,6 @@ class ForeignFormat:
     """Name of the program or format in the documentation."""
     find: Callable[[FolderContents], Path | None]
     """Finds the file or folder that shows the format."""
-
-
-def _torchtitan(contents: FolderContents) -> Path | None:
-    """Model weights at the top of the state dict, with Meta's names."""
-    names = contents.distributed_names
-    is_torchtitan = "tok_embeddings.weight" in names and _any(LAYER_OF_TORCHTITAN, names)
-    return contents.path / INDEX if is_torchtitan else None
-
-
-def _olmo_core(contents: FolderContents) -> Path | None:
-    names = contents.distributed_names
-    if _any(LAYER_OF_OLMO_CORE, names) or any(name.startswith("olmo_core.") for name in names):
-        return contents.path / INDEX
-    if contents.has(f"model_and_optim/{INDEX}") and not contents.has("config.yaml"):
-        return contents.path / "model_and_optim" / INDEX
-    return None
 
 
 def _olmo(contents: FolderContents) -> Path | None:
@@ -352,8 +334,6 @@ ALIKE = (
     ForeignFormat("foreign-lingua", "Meta Lingua", _lingua),
     ForeignFormat("foreign-composer", "Composer", _composer_folder),
     ForeignFormat("foreign-lightning", "PyTorch Lightning", _lightning_folder),
-    ForeignFormat("foreign-torchtitan", "torchtitan", _torchtitan),
-    ForeignFormat("foreign-olmo-core", "OLMo-core", _olmo_core),
     ForeignFormat("foreign-olmo", "OLMo", _olmo),
     ForeignFormat("foreign-fsdp", "FSDP of accelerate, sharded", _fsdp),
     ForeignFormat("foreign-megatron-bridge", "Megatron Bridge", _bridge),

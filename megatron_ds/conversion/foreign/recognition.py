@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ds.config.options.checkpoint import is_remote, missing_folder, split_location
+from megatron_ds.config.options.checkpoint import (
+    REFUSED_FORMATS,
+    is_remote,
+    missing_folder,
+    split_location,
+)
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.conversion.foreign.contents import FolderContents
 from megatron_ds.conversion.foreign.formats import ALIKE, CERTAIN, GENERAL, ForeignFormat
@@ -64,6 +69,15 @@ def find_foreign_in(
         name: The format that was given for it.
         depth: Levels of folders below it that are searched.
     """
+    problem = _find_in(path, checkpoint, shown, name, depth)
+    if problem is None and name in REFUSED_FORMATS:
+        return Problem(f"foreign-{name}", path=shown, file=path)
+    return problem
+
+
+def _find_in(
+    path: Path, checkpoint: MegatronCheckpoint | None, shown: object, name: str, depth: int
+) -> Problem | None:
     if detect_trainer(path, name) is not None:
         return None
     if (trainer := detect_trainer(path)) is not None:

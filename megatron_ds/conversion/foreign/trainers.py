@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ds.checkpoint.metadata import RUN, list_checkpoints
 from megatron_ds.config.options.checkpoint import TRAINERS
-from megatron_ds.conversion.foreign.contents import FolderContents
+from megatron_ds.conversion.foreign.contents import FolderContents, tensor_names
 from megatron_ds.conversion.weights_locations import is_weights_folder
 
 AUTO = "auto"
@@ -21,6 +21,10 @@ INDEX = ".metadata"
 """Index of a checkpoint of torch.distributed."""
 LITGPT_WEIGHTS = "lit_model.pth"
 LITGPT_SETTINGS = "model_config.yaml"
+OLMO_CORE_STATES = "model_and_optim"
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = f"{SAFETENSORS}.index.json"
+TABLE_OF_TRANSFORMERS = "model.embed_tokens.weight"
 LAYER_OF_TORCHTITAN = re.compile(r"layers\.\d+\.(attention|feed_forward|moe)\..+")
 LAYER_OF_OLMO_CORE = re.compile(r"model\.blocks\.\d+\..+")
 
@@ -56,7 +60,7 @@ def detect_trainer(path: Path, name: str = AUTO) -> TrainerCheckpoint | None:
     finders = FINDERS if name == AUTO else {name: FINDERS[name]}
     for trainer, find in finders.items():
         for folder in (path, *_steps(path)):
-            if (file := find(FolderContents(folder))) is not None:
+            if (file := find(FolderContents(folder), is_named)) is not None:
                 return TrainerCheckpoint(trainer, folder, file)
     return None
 
@@ -72,11 +76,40 @@ def _steps(path: Path) -> Iterable[Path]:
     return [step for step in reversed(FolderContents(path).matching(r"step-?\d+")) if step.is_dir()]
 
 
-def _litgpt(contents: FolderContents) -> Path | None:
+def _litgpt(contents: FolderContents, is_named: bool) -> Path | None:
+    del is_named
     return contents.first_of(LITGPT_WEIGHTS)
 
 
-FINDERS: dict[str, Callable[[FolderContents], Path | None]] = {
+def _torchtitan(contents: FolderContents, is_named: bool) -> Path | None:
+    """Weights at the top of a state dict, with Meta's names; or those of transformers without the
+    configuration of a model, and again in `sharded`."""
+    names = contents.distributed_names
+    if "tok_embeddings.weight" in names and any(map(LAYER_OF_TORCHTITAN.fullmatch, names)):
+        return contents.path / INDEX
+    if contents.has("config.json") or not (is_named or contents.has("sharded")):
+        return None
+    files = contents.matching(r"model(-\d+-of-\d+)?\.safetensors")[:1]
+    names_of_files = (tensor_names(path) for path in files)
+    return files[0] if any(TABLE_OF_TRANSFORMERS in names for names in names_of_files) else None
+
+
+def _olmo_core(contents: FolderContents, is_named: bool) -> Path | None:
+    del is_named
+    names = contents.distributed_names
+    if any(map(LAYER_OF_OLMO_CORE.fullmatch, names)) or any(
+        name.startswith("olmo_core.") for name in names
+    ):
+        return contents.path / INDEX
+    if contents.has(f"{OLMO_CORE_STATES}/{INDEX}") and not contents.has("config.yaml"):
+        return contents.path / OLMO_CORE_STATES / INDEX
+    return None
+
+
+FINDERS: dict[str, Callable[[FolderContents, bool], Path | None]] = {
+    "torchtitan": _torchtitan,
+    "olmo_core": _olmo_core,
     "litgpt": _litgpt,
 }
-"""By format, a function that finds the file that shows it."""
+"""By format, a function that finds the file that shows it in a folder, which may be named as one of
+the format."""

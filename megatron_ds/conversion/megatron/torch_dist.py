@@ -1,4 +1,4 @@
-"""Megatron Core's `torch_dist` checkpoints, read by torch's distributed-checkpoint reader.
+"""Megatron Core's `torch_dist` checkpoints, read as checkpoints of torch.distributed.
 
     iter_0001000/metadata.json            marks the format
     iter_0001000/.metadata                names, shapes and places of all tensors
@@ -21,18 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.dcp.read import DcpFolder
 from megatron_ds.conversion.megatron.arguments import arguments_of
 from megatron_ds.conversion.megatron.names import PREFIX, is_ignored, stack_experts
 from megatron_ds.conversion.megatron.optimizer import PARTITIONED, steps_of
@@ -150,31 +142,7 @@ def _read_part(
     folder: Path, metadata: Metadata, key: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
     """Reads a part of a tensor from the chunks that it overlaps."""
-    entry = metadata.state_dict_metadata[key]
-    assert isinstance(entry, TensorStorageMetadata)
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    items = create_read_items_for_chunk_list(key, entry, [chunk])
-    part = torch.empty(sizes, dtype=entry.properties.dtype)
-    if sum(item.lengths.numel() for item in items) != part.numel():
-        raise user_error("dcp-tensor-incomplete", folder=folder, key=key)
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    try:
-        reader.read_data(LoadPlan(items), _IntoTensor(part)).wait()
-    except Exception as error:  # torch raises errors of its zip reader and its unpickler
-        raise user_error("tensor-file-unreadable", path=folder, error=error) from error
-    return part
-
-
-class _IntoTensor(DefaultLoadPlanner):
-    """Lets a reader write into one tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._target
+    return DcpFolder(folder, metadata).read_part(key, offsets, sizes)
 
 
 def _stacked(parts: list[TensorReader]) -> TensorReader:
@@ -203,13 +171,10 @@ def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
 
 def _read_object(folder: Path, metadata: Metadata, key: str) -> Any:
     """Reads an entry that is not a tensor; None if the checkpoint has no such entry."""
-    stored = metadata.storage_data.get(MetadataIndex(key))
-    if stored is None:
+    values = DcpFolder(folder, metadata).read_object(key)
+    if values is None:
         return None
-    with open(folder / stored.relative_path, "rb") as file:
-        file.seek(stored.offset)
-        content = file.read(stored.length)
-    (value,) = read_foreign(content, f"{folder / stored.relative_path} ({key})")
+    (value,) = values
     return value
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
@@ -90,6 +92,8 @@ def open_model(
         UserError: If tensors are missing, unknown, or of another shape or type.
     """
     check_sizes(settings, theirs, path)
+    if not settings.model.untie_embeddings_and_output_weights:
+        theirs = _without_copy(path, theirs, names)
     weights = declared_weights(settings.model, settings.moe)
     layout = layout_of(settings, names)
     pieces = {piece.name: (key, piece) for key in layout for piece in layout[key]}
@@ -106,6 +110,23 @@ def open_model(
         tensors[key] = joined(parts, read, weights[key])
     source = SourceCheckpoint(path, name, settings, tensors, notes=tuple(notes))
     return source.checked()
+
+
+def _without_copy(path: Path, theirs: TensorReaders, names: TrainerNames) -> TensorReaders:
+    """The tensors without the output layer of a model that ties it to the embedding.
+
+    Raises:
+        UserError: If both are there and differ.
+    """
+    head, table = (f"{names.outer[module]}.weight" for module in ("head", "embedding.word"))
+    if head not in theirs or table not in theirs:
+        return theirs
+    copy = theirs[head]
+    original = theirs[table]
+    is_same = (copy.shape, copy.dtype) == (original.shape, original.dtype)
+    if not is_same or not torch.equal(copy.read(), original.read()):
+        raise user_error("foreign-tied-weights-differ", path=path, head=head, table=table)
+    return {name: tensor for name, tensor in theirs.items() if name != head}
 
 
 def padded_rows(settings: ModelSettings) -> ModelSettings:

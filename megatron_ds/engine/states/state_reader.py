@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,8 @@ class TensorReader:
     dtype: torch.dtype
     load: Callable[[range, Columns | None], Tensor]
     """Reads rows of the tensor; not cached."""
+    is_indivisible: bool = False
+    """Whether `load` reads the complete tensor, whatever is asked for."""
 
     @classmethod
     def of(cls, value: Tensor) -> TensorReader:
@@ -45,14 +48,18 @@ class TensorReader:
         """
         if value.nbytes > (stored := value.untyped_storage().nbytes()):
             raise ValueError(f"a tensor of shape {list(value.shape)} has {stored} bytes")
-        return cls.full(tuple(value.shape), value.dtype, lambda: value)
+        return cls(tuple(value.shape), value.dtype, partial(part_of, value))
 
     @classmethod
     def full(
         cls, shape: tuple[int, ...], dtype: torch.dtype, load: Callable[[], Tensor]
     ) -> TensorReader:
         """A tensor that can only be read completely."""
-        return cls(shape, dtype, lambda rows, columns: part_of(load(), rows, columns))
+
+        def read(rows: range, columns: Columns | None) -> Tensor:
+            return part_of(load(), rows, columns)
+
+        return cls(shape, dtype, read, is_indivisible=True)
 
     @property
     def numel(self) -> int:

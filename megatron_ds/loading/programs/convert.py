@@ -6,10 +6,14 @@ import contextlib
 import dataclasses
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
+from megatron_ds.config.problems import Problem, raise_if_any
+from megatron_ds.engine.ds_config.fields import as_flag
 from megatron_ds.launch.output import print_error
 from megatron_ds.loading.programs.convert_options import MEGATRON_FORMATS, Options
 
@@ -33,8 +37,15 @@ def convert_checkpoint(options: Options) -> None:
     location = staged_location(options.load, options.checkpoint_staging_dir, print_error)
     name, folder = dataclasses.replace(options, load=location).source
     has_states = options.optimizer_states and options.target_format in MEGATRON_FORMATS
-    reading = ReadOptions(print_error, optimizer=has_states, masters=options.dtype == "fp32")
+    reading = ReadOptions(
+        print_error,
+        optimizer=has_states,
+        masters=options.dtype == "fp32",
+        model=dataclasses.asdict(options.model),
+        given=options.given,
+    )
     source = registry.open_source(folder, name, reading)
+    raise_if_any(_contradictions(options, source.settings.fixed, folder))
     if has_states:
         source = with_training(source)
     source = source.to(None if options.dtype is None else DTYPES[options.dtype])
@@ -61,6 +72,17 @@ def convert_checkpoint(options: Options) -> None:
         error = verify(source, target, options.target_format)
         print(f"verified: the logits of both models differ by {error:.1e} of the largest one")
     print(f"wrote {target}")
+
+
+def _contradictions(
+    options: Options, settings: Mapping[str, Any], folder: Path
+) -> Iterator[Problem]:
+    """Yields the options of the model that were given and that the checkpoint has otherwise."""
+    for name in sorted(options.given & settings.keys()):
+        value = getattr(options.model, name)
+        if value != settings[name]:
+            texts = {"given": as_flag(name, value), "saved": as_flag(name, settings[name])}
+            yield Problem("foreign-setting-differs", name, path=folder, **texts)
 
 
 main = cli.program(Options, convert_checkpoint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_ds.config.fields import option_field, when
+from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.options.checkpoint import (
     FORMAT_SYNONYMS,
     FORMATS,
@@ -50,6 +50,24 @@ MODEL_TYPES = (
 
 
 @dataclass(frozen=True)
+class ModelFlags:
+    """Model of a checkpoint whose files do not describe it, as of torchtitan."""
+
+    num_attention_heads: int | None = option_field(None, minimum=1)
+    """Number of attention heads."""
+    rotary_base: float | None = option_field(None, above=1)
+    """Base period of RoPE."""
+    norm_epsilon: float | None = option_field(None, above=0)
+    """Epsilon of the normalization."""
+    use_rope_scaling: bool = option_field(False)
+    """RoPE is scaled as in Llama 3.1."""
+    rope_scaling_factor: float | None = option_field(None, minimum=1)
+    """Factor of --use-rope-scaling."""
+    seq_length: int | None = option_field(None, minimum=1)
+    """Sequence length in tokens."""
+
+
+@dataclass(frozen=True)
 class Options:
     """Converts the weights of a checkpoint to another format, on the CPU, one tensor at a time.
 
@@ -57,8 +75,9 @@ class Options:
     Face's transformers; megatron, a checkpoint of Megatron-LM, as input also of Megatron-DeepSpeed;
     torch_dist, a checkpoint of Megatron Core; universal, weights and optimizer states of a run
     as DeepSpeed's full tensors, as output of checkpoints of this program. The output folder appears
-    complete or not at all. A native output is a folder of weights: --load of a run starts from
-    it, and the server loads it, on every layout.
+    complete or not at all. torchtitan, olmo_core and litgpt are other trainers' weights. A native
+    output is a folder of weights: --load of a run starts from it, and the server loads it, on every
+    layout.
     """
 
     PROGRAM: ClassVar[str] = "convert_checkpoint.py"
@@ -107,6 +126,9 @@ class Options:
     """Folder for the files of a URL (default: below the folder for temporary files)."""
     verify: bool = option_field(False)
     """Compare the logits of both models for a fixed prompt; of hf, transformers' model."""
+
+    model: ModelFlags = option_group(ModelFlags())
+    given: frozenset[str] = frozenset()
 
     @property
     def source(self) -> tuple[str, Path]:

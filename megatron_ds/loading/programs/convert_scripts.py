@@ -15,11 +15,13 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import no_effect_problem, option_field, option_group, when
 from megatron_ds.config.problems import Problem, renaming_fields
 from megatron_ds.loading.programs.convert import convert_checkpoint
-from megatron_ds.loading.programs.convert_options import Options
+from megatron_ds.loading.programs.convert_options import ModelFlags, Options
 
 SAVERS = {"core": "megatron", "mcore": "megatron", "legacy": "megatron", "llama2_hf": "hf"}
 """Formats in the words of Megatron-LM's script."""
-HIDDEN: dict[str, str | None] = dict.fromkeys(item.name for item in dataclasses.fields(Options))
+HIDDEN: dict[str, str | None] = dict.fromkeys(
+    item.name for cls in (Options, ModelFlags) for item in dataclasses.fields(cls)
+)
 """No flags of this program."""
 FOLDERS = HIDDEN | {"load": "input-folder", "save": "output-folder"}
 """The flags of the scripts of tools/convert_checkpoint/."""

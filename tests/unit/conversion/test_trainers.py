@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from megatron_ds.config.options.checkpoint import TRAINERS
 from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
-from tests.problems import raises_problem
+from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.models import logits_of
 
 
@@ -31,10 +33,20 @@ class Peer:
     """Options of the model that its files do not have."""
 
     def options(self) -> ReadOptions:
-        return ReadOptions()
+        return ReadOptions(model=self.flags, given=frozenset(self.flags))
 
 
-PEERS = (Peer("litgpt", "litgpt", "litgpt"),)
+FIVE_HEADS = {"num_attention_heads": 5}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "rotary_base": 500000.0}
+PEERS = (
+    Peer("litgpt", "litgpt", "litgpt"),
+    Peer("torchtitan", "torchtitan/dcp", "torchtitan", HEADS),
+    Peer("torchtitan", "torchtitan/last/step-3", "torchtitan", HEADS),
+    Peer("torchtitan", "torchtitan/hf/step-3", "torchtitan", HEADS),
+    Peer("olmo_core", "olmo_core/step1", "olmo_core"),
+    Peer("olmo_core", "olmo_core/step1/model_and_optim", "olmo_core"),
+)
+"""Rows of a vocabulary of 128."""
 TOLERANCE = 1e-5
 
 
@@ -79,6 +91,8 @@ def link_outside(path: Path) -> None:
     path.symlink_to(other)
 
 
+WEIGHTS = (".pth", ".distcp", ".safetensors")
+UNREADABLE = (".safetensors", "truncated")
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (Path.unlink, "checkpoint-file-missing"),
     "truncated": (truncate, "tensor-file-unreadable"),
@@ -87,14 +101,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.folder)
+@pytest.mark.parametrize("peer", PEERS[:-1], ids=lambda peer: peer.folder)
 def test_a_damaged_file_is_named(
     peer: Peer, damage: str, shared_data: Path, tmp_path: Path
 ) -> None:
     folder = copied(peer, shared_data, tmp_path)
     change, code = DAMAGE[damage]
-    file = next(path for path in sorted(folder.rglob("*")) if path.suffix in (".pth", ".distcp"))
+    files = (path for path in sorted(folder.rglob("*")) if path.suffix in WEIGHTS)
+    file = next(files)
     change(file)
+    code = "foreign-file-unreadable" if (file.suffix, damage) == UNREADABLE else code
     with raises_problem(code, contains=file.name):
         for tensor in opened(peer, folder).tensors.values():
             tensor.read()
@@ -175,6 +191,7 @@ def test_only_the_rows_that_are_used_are_read(shared_data: Path) -> None:
     folder = shared_data / "peer_checkpoints2"
     for peer in PEERS:
         for name, tensor in opened(peer, folder / peer.folder).tensors.items():
+            assert not tensor.is_indivisible, name
             whole = tensor.read()
             size = whole.shape[0]
             rows = range(size // 3, size - size // 4)
@@ -184,6 +201,79 @@ def test_only_the_rows_that_are_used_are_read(shared_data: Path) -> None:
                 part = whole[rows.start : rows.stop]
                 expected = torch.cat([part[:, span.start : span.stop] for span in spans], 1)
                 assert torch.equal(tensor.read(rows, (1, spans)), expected), name
+
+
+def test_options_that_shapes_do_not_give_are_asked_for(shared_data: Path) -> None:
+    """All at once, by their flags; assumed ones are in a warning."""
+    folder = shared_data / "peer_checkpoints2" / "torchtitan" / "last"
+    with raises_problem("foreign-options-missing", contains="--num-attention-heads") as raised:
+        open_source(folder)
+    assert "--rotary-base" in str(raised.problem)
+    warnings: list[str] = []
+    options = Peer("torchtitan", "", "", HEADS).options()
+    source = open_source(folder, "torchtitan", replace(options, warn=warnings.append))
+    assert printed_codes("\n".join(warnings)) == ["foreign-options-assumed"]
+    assert source.settings.model.norm_epsilon == 1e-5
+    flags = {**HEADS, "norm_epsilon": 1e-6, "use_rope_scaling": False, "seq_length": 32}
+    warnings.clear()
+    options = Peer("torchtitan", "", "", flags).options()
+    source = open_source(folder, "torchtitan", replace(options, warn=warnings.append))
+    assert warnings == []
+    assert (source.settings.model.norm_epsilon, source.settings.model.seq_length) == (1e-6, 32)
+    with raises_problem("foreign-heads-wrong", "num_attention_heads", contains="5"):
+        open_source(folder, "torchtitan", Peer("", "", "", HEADS | FIVE_HEADS).options())
+
+
+def change_settings(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    change(values["model"])
+    path.write_text(json.dumps(values))
+
+
+OLMO_CORE_SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "block_overrides": lambda model: model.update(block_overrides={"0": {}}),
+    "gate": lambda model: model["block"]["sequence_mixer"].update(gate={"granularity": "headwise"}),
+    "feed_forward.bias": lambda model: model["block"]["feed_forward"].update(bias=True),
+    "layer_norm.name": lambda model: model["block"]["layer_norm"].update(name="nemotron_rms"),
+    "rope.another": lambda model: model["block"]["sequence_mixer"]["rope"].update(another=1),
+    "dyt": lambda model: model.update(dyt=2),
+}
+
+
+@pytest.mark.parametrize("key", OLMO_CORE_SETTINGS)
+def test_settings_of_olmo_core_that_are_not_supported_are_named(
+    key: str, shared_data: Path, tmp_path: Path
+) -> None:
+    peer = next(peer for peer in PEERS if peer.name == "olmo_core")
+    folder = copied(peer, shared_data, tmp_path)
+    change_settings(folder, OLMO_CORE_SETTINGS[key])
+    name = "bias" if key.endswith("bias") else key
+    with raises_problem("foreign-parts-lacking", contains=name):
+        open_source(folder)
+
+
+def test_an_index_that_names_other_classes_is_refused(shared_data: Path, tmp_path: Path) -> None:
+    """Nothing is imported or run for it."""
+    ran = tmp_path / "ran"
+    peer = next(peer for peer in PEERS if peer.name == "olmo_core")
+    folder = copied(peer, shared_data, tmp_path)
+    index = next(folder.rglob(".metadata"))
+    names = {"model.blocks.0.attention.w_q.weight": Touch(ran)}
+    index.write_bytes(pickle.dumps({"state_dict_metadata": names, "storage_data": {}}))
+    with raises_problem("foreign-class-rejected", contains=str(index)):
+        open_source(folder, "olmo_core")
+    assert not ran.exists()
+
+
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
 
 
 def test_every_trainer_has_a_checkpoint_that_it_wrote() -> None:
