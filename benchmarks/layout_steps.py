@@ -36,6 +36,7 @@ CASES = {
     "TP 2, sequence parallel": Case({"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "ZeRO 3": Case({"zero_stage": 3}, has_bound=True),
     "Ulysses 2": Case({"ds_sequence_parallel_size": 2}),
+    "CP 2": Case({"context_parallel_size": 2}),
     "EP 2": Case({"expert_model_parallel_size": 2, **MOE}),
 }
 """Name -> layout of two ranks."""
@@ -121,12 +122,7 @@ def _step(name: str, dtype: str, *, is_compiled: bool) -> Step:
     device = torch.device("cpu")
     config = our_config(Setting(SHAPE, dtype, 1), compiled=is_compiled)
     config = config.with_values(CASES[name].values)
-    parallel = config.parallel
-    mesh = Mesh.build(
-        parallel.tensor_model_parallel_size,
-        ulysses_size=parallel.ds_sequence_parallel_size,
-        ep_size=parallel.expert_data_ranks,
-    )
+    mesh = Mesh.build(**config.mesh_sizes)
     samples = SHAPE.micro_batch * mesh.dp.size
     config = config.with_values({"global_batch_size": samples})
     if dtype == "bf16":

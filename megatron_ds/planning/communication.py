@@ -48,6 +48,9 @@ class Traffic:
     messages: int = 1
     overlaps: float = 0.0
     """Fraction of the step's backward passes during which the communication takes place."""
+    behind_scores: float | None = None
+    """Fraction of the step's scores of attention that are computed while the messages are under
+    way. None: the layers wait for them."""
 
     @property
     def sent(self) -> float:
@@ -244,10 +247,13 @@ class _Messages:
         has_two_forward_passes = self.config.recompute.recompute_granularity is not None
         passes = 3 if has_two_forward_passes else 2
         what = "keys and values"
-        for exchange, layers in self._attention_by_exchange().items():
+        by_exchange = self._attention_by_exchange()
+        num_layers = sum(map(len, by_exchange.values()))
+        for exchange, layers in by_exchange.items():
             ranks = exchange.outer
             if ranks == 1:
                 continue
+            share = len(layers) / num_layers
             axis = self._axes(exchange)[1]
             sharing = self.parallel.ds_sequence_parallel_size * exchange.inner
             sizes = [
@@ -260,7 +266,15 @@ class _Messages:
             if exchange.keys == ALL_GATHER:
                 size = ranks * sum(sizes)
                 messages = self.count * len(layers)
-                yield Traffic("all-gather", axis, what, passes * size, ranks, passes * messages)
+                yield Traffic(
+                    "all-gather",
+                    axis,
+                    what,
+                    passes * size,
+                    ranks,
+                    passes * messages,
+                    behind_scores=share / ranks,  # of a rank's own keys
+                )
                 yield Traffic("all-to-all", axis, f"gradients of {what}", size, ranks, messages)
                 continue
             total = 0
@@ -269,7 +283,11 @@ class _Messages:
                 sent, returned = self._sent_chunks(attention, exchange)
                 total += (passes * sum(sent) + sum(returned)) * size // CHUNKS
                 messages += passes * sum(map(bool, sent)) + sum(map(bool, returned))
-            yield Traffic("send", axis, what, total, ranks, self.count * messages)
+            # The last step's keys are computed with when nothing more is sent.
+            behind = share * (ranks - 1) / ranks
+            yield Traffic(
+                "send", axis, what, total, ranks, self.count * messages, behind_scores=behind
+            )
 
     def _attention_by_exchange(self) -> dict[LayerExchange, list[AttentionSpec]]:
         """The attention layers of this rank by their exchange."""

@@ -20,6 +20,8 @@ from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model.declaration.architecture import model_spec, param_group_problems
 from megatron_ds.model.declaration.forward_pass import FP32
+from megatron_ds.model.declaration.parts import AttentionSpec
+from megatron_ds.parallel.context.layout import CHUNKS, chunks_of
 from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, run_memory
@@ -183,7 +185,7 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     # Experts that are not selected have no matmuls.
     share, origin = hardware.share(min(parameters, sample_flops / (6 * config.model.seq_length)))
     hardware = dataclasses.replace(hardware, efficiency=share)
-    compute = _compute_seconds(run, sizes, hardware)
+    compute, scores = _compute_seconds(run, sizes, hardware)
     own_layers = [sum(layers[stage] for stage in held) for held in config.parallel.stages_of_ranks]
     longest = {0, own_layers.index(max(own_layers)), sizes["pp"] - 1}
     by_rank = [
@@ -216,30 +218,73 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         bubble=_bubble(run, sizes["pp"]),
         optimizer=2 * states / hardware.memory_rate + 2 * host / hardware.host,
         # The processor that computes sends as well.
-        exposed=_exposed(links, 0.0 if is_host(hardware.kind) else compute),
+        exposed=_exposed(links, *((0.0, 0.0) if is_host(hardware.kind) else (compute, scores))),
     )
 
 
-def _compute_seconds(run: PlannedRun, sizes: dict[str, int], hardware: Hardware) -> float:
-    """Products of the pipeline rank that has the most, and its other kernels."""
+def _compute_seconds(
+    run: PlannedRun, sizes: dict[str, int], hardware: Hardware
+) -> tuple[float, float]:
+    """Products of the pipeline rank that has the most, and its other kernels; and those of them
+    that are scores of attention, and their products with the values.
+
+    Of context-parallel ranks, that of the busiest one.
+    """
     config = run.config
     spec = run.spec
     layers = run.stages
     count = run.micro_batches
     model = config.model
     passes = 4 / 3 if config.recompute.recompute_granularity == "full" else 1
-    layer_flops = passes * spec.flops(model.seq_length, spec.blocks)
-    head = spec.flops(model.seq_length, spec.after)
+    length = model.seq_length
+    layer_flops = passes * spec.flops(length, spec.blocks)
+    without_scores = length * spec.flops(1, spec.blocks)  # but for those of a single key
+    score_flops = layer_flops - passes * without_scores
+    score_flops *= _busiest(run)
+    layer_flops = passes * without_scores + score_flops
+    head = spec.flops(length, spec.after)
+    held_layers = [sum(layers[at] for at in held) for held in config.parallel.stages_of_ranks]
     slowest = max(
-        sum(layers[stage] * layer_flops / model.num_layers for stage in held)
-        + (head if len(layers) - 1 in held else 0)
-        for held in config.parallel.stages_of_ranks
+        held * layer_flops / model.num_layers + (head if len(layers) - 1 in stages else 0)
+        for held, stages in zip(held_layers, config.parallel.stages_of_ranks, strict=True)
     )
+    most = max(held_layers)
     rate = hardware.tflops(config.precision.name) * 1e12 * hardware.efficiency
     samples = count * config.schedule.micro_batch_size
-    most = max(sum(layers[stage] for stage in held) for held in config.parallel.stages_of_ranks)
     kernels = count * most * passes * hardware.kernels
-    return samples * slowest / (sizes["tp"] * config.parallel.sequence_ranks) / rate + kernels
+    per_flop = samples / (sizes["tp"] * config.parallel.sequence_ranks) / rate
+    scores = per_flop * score_flops * most / model.num_layers
+    return per_flop * slowest + kernels, scores
+
+
+def _busiest(run: PlannedRun) -> float:
+    """Scores of the context-parallel rank that computes the most, relative to the mean.
+
+    Ranks have as many tokens and, without a window, as many scores. With one, the rank with the
+    first chunk has fewer, whose queries have fewer keys before them.
+    """
+    parallel = run.config.parallel
+    ranks = parallel.cp_size
+    length = run.config.model.seq_length
+    totals = [0.0] * ranks
+    for layer, block in enumerate(run.spec.blocks):
+        attention = block.parts.get("attention")
+        if not isinstance(attention, AttentionSpec):
+            continue
+        window = attention.rule.window or length
+        groups = parallel.exchange_of(layer).outer if ranks > 1 else 1
+        chunks = CHUNKS * groups
+        until = [_scores_until(length * at // chunks, window) for at in range(chunks + 1)]
+        for rank in range(ranks):
+            held = chunks_of(rank * groups // ranks, groups)
+            totals[rank] += sum(until[at + 1] - until[at] for at in held) * groups / ranks
+    return max(totals) * ranks / sum(totals) if sum(totals) else 1.0
+
+
+def _scores_until(position: int, window: int) -> int:
+    """Scores of all queries before a position: each has one with itself and the keys before it."""
+    full = min(position, window)
+    return full * (full + 1) // 2 + (position - full) * window
 
 
 def _bubble(run: PlannedRun, ranks: int) -> float:
@@ -303,16 +348,19 @@ def _latency(traffic: Traffic, inside: int, hardware: Hardware) -> float:
     return times * (near * hardware.latency_inside + far * hardware.latency_between)
 
 
-def _exposed(links: tuple[Link, ...], compute: float) -> float:
-    """Seconds of communication that `compute` seconds of computation do not hide.
+def _exposed(links: tuple[Link, ...], compute: float, scores: float) -> float:
+    """Seconds of communication that `compute` seconds of computation, of which `scores` are of
+    attention, do not hide.
 
     Sends between stages are hidden, except for what the bubble counts.
     """
     hidden = sum(link.seconds for link in links if link.traffic.overlaps)
     part = max((link.traffic.overlaps for link in links), default=0.0)
-    serial = sum(
-        link.seconds
-        for link in links
-        if not link.traffic.overlaps and link.traffic.operation != "send"
-    )
-    return serial + max(0.0, hidden - BACKWARD * compute * part)
+    waiting = 0.0
+    for link in links:
+        behind = link.traffic.behind_scores
+        if behind is not None:
+            waiting += max(0.0, link.seconds - behind * scores)
+        elif not link.traffic.overlaps and link.traffic.operation != "send":
+            waiting += link.seconds
+    return waiting + max(0.0, hidden - BACKWARD * compute * part)

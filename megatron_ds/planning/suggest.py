@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds import schedule_validation
-from megatron_ds.config import Config
+from megatron_ds.config import Config, ModelConfig
 from megatron_ds.config.checks import divisors
 from megatron_ds.config.devices import HOST
+from megatron_ds.config.options.parallel import ALL_GATHER, HIERARCHICAL, P2P
 from megatron_ds.config.problems import with_flags
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.planning.hardware import Hardware
@@ -27,14 +28,22 @@ OFFLOADING: tuple[dict[str, Any], ...] = (
     {"cpu_optimizer": True, "remote_device": HOST},
 )
 """Fields of offloading. Each entry is tried only if nothing fits with the one before."""
-SEQUENCE_SIZES = (1, 2, 4, 8)
+SEQUENCE_SIZES = (2, 4, 8, 16, 32, 64)
+LEAST_TOKENS = 4096
+"""Tokens of a sequence on a rank for which ranks exchange keys."""
+SHARING: dict[str, Any] = {
+    "context_parallel_size": 1,
+    "cp_comm_type": (P2P,),
+    "hierarchical_context_parallel_sizes": None,
+    "ds_sequence_parallel_size": 1,
+}
+"""Fields of ranks that share sequences, and their values without."""
 FLAGS: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "zero_stage": -1,
     "micro_batch_size": -1,
-    "context_parallel_size": 1,
-    "ds_sequence_parallel_size": 1,
+    **SHARING,
     "expert_model_parallel_size": 1,
     "sequence_parallel": False,
     "recompute_granularity": "",
@@ -112,21 +121,26 @@ def _best_of_each_size(config: Config, world_size: int, hardware: Hardware) -> I
     if moe.is_used:
         near = min(moe.experts, hardware.per_machine)
         expert_sizes = sorted({1, math.gcd(moe.experts, near), moe.experts})
-    for tp_size, pp_size, ulysses_size, ep_size in itertools.product(
-        tensor_sizes, pipeline_sizes, SEQUENCE_SIZES, expert_sizes
+    sizes = (
+        (tp_size, sharing)
+        for tp_size in tensor_sizes
+        for sharing in _sharing_of_sequences(model, tp_size, hardware.per_machine // tp_size)
+    )
+    for (tp_size, sharing), pp_size, ep_size in itertools.product(
+        sizes, pipeline_sizes, expert_sizes
     ):
-        size = tp_size * ulysses_size
-        is_possible = world_size % (size * pp_size) == 0 and size <= hardware.per_machine
-        if not is_possible or (ulysses_size > 1 and pp_size > 1):
+        values = SHARING | sharing
+        ulysses_size = values["ds_sequence_parallel_size"]
+        ranks = tp_size * pp_size * ulysses_size * values["context_parallel_size"]
+        if world_size % ranks or (ulysses_size > 1 and pp_size > 1):
             continue
         layout = with_values(
             config,
             tensor_model_parallel_size=tp_size,
             pipeline_model_parallel_size=pp_size,
-            context_parallel_size=1,
-            ds_sequence_parallel_size=ulysses_size,
             expert_model_parallel_size=ep_size,
             sequence_parallel=tp_size > 1 and ulysses_size == 1,
+            **values,
         )
         plans = (make_plan(trial, world_size, hardware) for trial in _variants(layout, world_size))
         fitting = [
@@ -139,11 +153,46 @@ def _best_of_each_size(config: Config, world_size: int, hardware: Hardware) -> I
             yield min(fitting, key=lambda plan: plan.seconds)
 
 
+def _sharing_of_sequences(model: ModelConfig, tp_size: int, near: int) -> Iterator[dict[str, Any]]:
+    """Values of `SHARING`.
+
+    Ranks of a machine exchange slices for heads, which sends the least, where they can share the
+    heads evenly. Those of other numbers of heads, and more ranks than a machine has, exchange keys.
+
+    Args:
+        model: Architecture.
+        tp_size: Tensor-parallel size.
+        near: Tensor-parallel groups of a machine.
+    """
+    yield {}
+    heads = model.num_attention_heads // tp_size
+    kv_heads = model.kv_heads // tp_size
+    for size in SEQUENCE_SIZES:
+        most = max(
+            inner
+            for inner in divisors(math.gcd(size, heads))
+            if inner <= near and (kv_heads % inner == 0 or inner % kv_heads == 0)
+        )
+        if most == size:
+            yield {"ds_sequence_parallel_size": size}
+            continue
+        if model.seq_length // size < LEAST_TOKENS:
+            continue
+        for exchange in (P2P, ALL_GATHER):
+            yield {"context_parallel_size": size, "cp_comm_type": (exchange,)}
+        if most > 1:
+            yield {
+                "context_parallel_size": size,
+                "cp_comm_type": (HIERARCHICAL,),
+                "hierarchical_context_parallel_sizes": (most, size // most),
+            }
+
+
 def _variants(config: Config, world_size: int) -> Iterator[Config]:
     """The settings without problems that a layout may have."""
     has_stages = config.parallel.pipeline_model_parallel_size > 1
     # Sequences are split where a micro-batch of one is too large.
-    batches = MICRO_BATCHES if config.parallel.ds_sequence_parallel_size == 1 else (1,)
+    batches = MICRO_BATCHES if config.parallel.sequence_ranks == 1 else (1,)
     for stage, size, recompute in itertools.product(STAGES, batches, RECOMPUTATION):
         if stage > 1 and has_stages:
             continue  # gradients of several micro-batches are accumulated

@@ -39,8 +39,13 @@ STAGED_MODEL = {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.2
 WITH_DROPOUT = Case(2, 1, 2, 1, "latent", "adamw")
 MOE = {"num_experts": (4,), "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 24}
 EXPERTS = Case(2, 1, 1, 1, "swiglu", "adamw", {"moe": MOE}, ep=2)
+CONTEXT = Case(2, 1, 1, 1, "gqa", "adamw", cp=2)
+BY_LAYER = {"parallel": {"cp_comm_type": ("p2p", "a2a")}}
+IN_MAKE_TEST = {"experts": EXPERTS, "context": CONTEXT}
 LAYOUTS = {
-    "experts": EXPERTS,
+    **IN_MAKE_TEST,
+    "context by layer with zero3": Case(2, 3, 1, 1, "learned", "adamw", BY_LAYER, cp=2),
+    "context with latent attention": Case(2, 1, 1, 1, "latent", "adamw", cp=2),
     "ulysses": Case(2, 1, 1, 1, "learned", "adamw", sp=2),
     "ulysses with experts": Case(2, 1, 1, 1, "swiglu", "adamw", {"moe": MOE}, sp=2),
     "sequence-parallel": Case(
@@ -54,7 +59,10 @@ LOSS_GRAPHS = 3
 LAYER_GRAPHS = {
     # Before attention, after it, after the experts; their activation, and the shared expert.
     "experts": 5,
-    "ulysses": 2,  # before and after attention
+    "context": 2,  # before and after attention
+    "context by layer with zero3": 2,
+    "context with latent attention": 2,
+    "ulysses": 2,
     "ulysses with experts": 5,
     "sequence-parallel": 1,
     "zero3 with tensor parallelism": 1,
@@ -128,7 +136,7 @@ def proofs() -> Jobs:
     )
     jobs["stages"] = job(TWO_STAGES, True, use_torch_random_numbers, model=STAGED_MODEL)
     for name, case in LAYOUTS.items():
-        if case is not EXPERTS:
+        if name not in IN_MAKE_TEST:
             jobs |= of_layout(name, case)
         default = partial(by_default, job(case, False, expect_compiled_layers))
         jobs |= Jobs([(f"{name} by default", default)])
@@ -141,7 +149,8 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
         (f"selective-{compiled}", with_dropout("selective", compiled, use_torch_random_numbers))
         for compiled in (True, False)
     )
-    two |= of_layout("experts", EXPERTS)
+    for name, case in IN_MAKE_TEST.items():
+        two |= of_layout(name, case)
     if not has_proofs(request):
         return run_by_world({2: two})
     two |= proofs()
@@ -175,16 +184,16 @@ def test_there_is_no_graph_break(name: str, outcomes: JobResults) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        name if case is EXPERTS else pytest.param(name, marks=pytest.mark.proof)
-        for name, case in LAYOUTS.items()
+        name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.proof)
+        for name in LAYOUTS
     ],
 )
 def test_layers_are_compiled_around_exchanges(name: str, outcomes: JobResults) -> None:
     """The sums of tensor parallelism are in the graphs; what gathers parameters is between them.
 
-    Claim (precision): `--compile` equals eager execution with experts, DeepSpeed-Ulysses, ZeRO 3
-    and tensor parallelism, and all layers share one graph, or two around attention, or those around
-    the experts, too
+    Claim (precision): `--compile` equals eager execution with experts, context parallelism,
+    DeepSpeed-Ulysses, ZeRO 3 and tensor parallelism, and all layers share one graph, or two around
+    attention, or those around the experts, too
     """
     runs = outcomes.of(f"{name}-True")
     assert_same(runs, assert_eager(outcomes.of(f"{name}-False")))

@@ -8,12 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
+from itertools import cycle, islice
 from pathlib import Path
 
 from megatron_ds.cli.doctor.diagnosis import flags_of, joined
 from megatron_ds.cli.doctor.frameworks import tables
-from megatron_ds.config import Config
+from megatron_ds.config import Config, ParallelConfig
 from megatron_ds.config.deepspeed_file import pop
+from megatron_ds.config.options.parallel import ALL_GATHER, HIERARCHICAL, P2P
 from megatron_ds.config.parallel_axes import AXES
 
 LARGEST_AXIS = 2
@@ -57,6 +60,7 @@ def shrink(config: Config, world_size: int, folder: Path) -> tuple[list[str], in
         for name, text in table[when].items()
         if when == "always" or set_values.get(name, ["0"]) != ["0"]
     }
+    flags |= _exchanges(config.parallel, axes, 2 * pp_size)
     if config.precision.fp16:
         flags["allow-fp16-on-cpu"] = []
     if config.deepspeed_file is not None:
@@ -67,3 +71,29 @@ def shrink(config: Config, world_size: int, folder: Path) -> tuple[list[str], in
         path.write_text(json.dumps(content, indent=2), "utf-8")
         flags["deepspeed_config"] = [str(path)]
     return joined(flags.items()), processes
+
+
+def _exchanges(
+    parallel: ParallelConfig, axes: Mapping[str, int], layers: int
+) -> dict[str, list[str]]:
+    """The flags by which layers exchange keys as those of the original do, in turn.
+
+    Args:
+        parallel: Settings of the original.
+        axes: Sizes of the parallel axes of the run.
+        layers: Its layers.
+    """
+    size = axes["cp_size"]
+    ranks = axes["tp_size"] * size * axes["ulysses_size"]
+    shares_heads = int(tables()["try"]["always"]["num-attention-heads"]) % ranks == 0
+    names = list(dict.fromkeys(parallel.cp_comm_type))
+    if size == 1:
+        return {}
+    if not (parallel.has_mixed_kinds and shares_heads):
+        # Where all layers have groups that share heads, these are an axis of their own.
+        names = [name for name in names if name in (P2P, ALL_GATHER)] or [P2P]
+    by_layer = names if len(names) == 1 else list(islice(cycle(names), layers))
+    flags = {"cp-comm-type": by_layer}
+    if HIERARCHICAL in by_layer:
+        flags["hierarchical-context-parallel-sizes"] = [str(size), "1"]
+    return flags

@@ -439,6 +439,7 @@ def test_the_printed_command_and_the_tiny_run_have_the_settings_of_the_original(
 
 
 EXPERTS = TABLES["experts"]
+CONTEXT = TABLES["context"]
 
 
 def test_the_tiny_run_of_experts_has_their_parts(tmp_path: Path) -> None:
@@ -455,6 +456,40 @@ def test_the_tiny_run_of_experts_has_their_parts(tmp_path: Path) -> None:
     assert (moe.experts, moe.moe_router_num_groups, moe.moe_router_enable_expert_bias) == (4, 2, 1)
     assert (model.multi_latent_attention, model.mtp_num_layers) == (True, 1)
     assert max(model.q_lora_rank or 0, model.kv_lora_rank, model.head_dim, model.v_head_dim) <= 64
+
+
+@pytest.mark.parametrize(
+    ("flags", "kinds", "sizes"),
+    [
+        ("", ("p2p",), (2, 1)),
+        ("--cp-comm-type all_gather", ("all_gather",), (2, 1)),
+        ("--cp-comm-type a2a", ("p2p",), (1, 2)),
+        (
+            "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2",
+            ("p2p",),
+            (2, 2),
+        ),
+        ("--cp-comm-type p2p p2p a2a all_gather", ("p2p", "a2a"), (2, 1)),
+        (
+            "--cp-comm-type a2a+p2p a2a a2a a2a --hierarchical-context-parallel-sizes 4 2",
+            ("a2a+p2p", "a2a"),
+            (2, 1),
+        ),
+    ],
+)
+def test_the_tiny_run_exchanges_keys_as_the_original(
+    flags: str, kinds: tuple[str, ...], sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    original = f"{CONTEXT} {flags}".split()
+    found = diagnosis_of(TrainingCommand("run.sh:1", [], original, 16), tmp_path)
+    assert not found.lacking
+    words, processes = shrink(found.checked, found.world_size, tmp_path)
+    config, problems = build_config(
+        words, world_size=processes, warn=lambda _: None, complete=doctor._complete
+    )
+    assert [str(problem) for problem in problems] == []
+    parallel = config.parallel
+    assert (parallel.cp_comm_type, parallel.cp_size, parallel.ulysses_size) == (kinds, *sizes)
 
 
 def settings(config: Config) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from megatron_ds.extend import Extensions
 from megatron_ds.parallel.mesh import axis_groups
 from megatron_ds.planning import command as tool
 from megatron_ds.planning.hardware import HARDWARE
-from megatron_ds.planning.plan import Plan, make_plan
+from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
+from megatron_ds.planning.plan import Plan, _busiest, make_plan
 from megatron_ds.planning.suggest import MARGIN, suggest
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.training import run
@@ -62,6 +63,12 @@ def config_of(line: str, world_size: int) -> Config:
 
 def planned(line: str, world_size: int, hardware: str = "h100") -> Plan:
     return make_plan(config_of(line, world_size), world_size, HARDWARE[hardware])
+
+
+def run_of(line: str, world_size: int = 512) -> PlannedRun:
+    config = config_of(line, world_size)
+    dp_size = config.parallel.data_parallel_size(world_size)
+    return PlannedRun.of(config, memory_inputs(config, dp_size, "accelerator"))
 
 
 def test_the_rank_map_is_that_of_the_process_groups() -> None:
@@ -129,6 +136,40 @@ def test_slices_are_exchanged_for_heads_within_a_machine() -> None:
     assert plan.memory.activations > even.memory.activations
 
 
+LONG = LLAMA_70B.replace("--seq-length 4096", "--seq-length 131072")
+SHARED = "--tensor-model-parallel-size 8 --context-parallel-size 16 --zero-stage 3"
+
+
+def test_keys_are_exchanged_while_attention_is_computed() -> None:
+    """With p2p all the time but the last step; with all_gather while a rank's own keys are used."""
+    exposed = {}
+    for kind in ("p2p", "all_gather"):
+        plan = planned(f"{LONG} {SHARED} --cp-comm-type {kind}", 512)
+        (first, *_) = (link for link in plan.links if link.traffic.axis == "cp")
+        fraction = first.traffic.behind_scores
+        assert fraction == pytest.approx(15 / 16 if kind == "p2p" else 1 / 16)
+        scores = 0.9 * plan.compute  # at most
+        assert first.seconds > 0.05 * scores / 16
+        exposed[kind] = plan.exposed
+    assert exposed["p2p"] < exposed["all_gather"]
+    short = planned(f"{LLAMA_70B} {SHARED}", 512)
+    sends = next(link.seconds for link in short.links if link.traffic.axis == "cp")
+    assert short.exposed / short.seconds > 2 * plan.exposed / plan.seconds
+    assert sends < short.exposed
+
+
+def test_the_busiest_rank_computes_as_much_as_others_unless_a_window_is_short() -> None:
+    """The first queries of a sequence have fewer keys in their window."""
+    window = f"{LONG} --window-size 4095,0 {SHARED}"
+    busiest = [_busiest(run_of(line)) for line in (f"{LONG} {SHARED}", window)]
+    keys = 4096 * (4096 + 1) / 2, 4096 * 4096  # of the first chunk's queries, of later chunks'
+    assert busiest == [1.0, pytest.approx(keys[1] * 32 / (31 * keys[1] + keys[0]))]
+    sharing_heads = window.replace("parallel-size 16", "parallel-size 8")
+    assert _busiest(run_of(f"{sharing_heads} --cp-comm-type a2a")) == 1.0
+    kinds = " ".join(["p2p", *["a2a"] * 79])
+    assert 1.0 < _busiest(run_of(f"{sharing_heads} --cp-comm-type {kinds}")) < 1.001
+
+
 def test_suggestions_fit_and_are_sorted() -> None:
     """Claim (deepspeed): suggested layouts fit the memory and give the planned step"""
     config = config_of(LLAMA_70B, 512)
@@ -165,6 +206,24 @@ def test_suggestions_partition_experts_and_long_sequences() -> None:
     first = suggest(long, 8, small)[0]
     assert "--ds-sequence-parallel-size 8" in first.flags
     assert first.plan.memory.peak < 4e9
+
+
+def test_suggestions_exchange_keys_where_heads_cannot_be_shared() -> None:
+    """Or where the sequences are too long for the ranks of a machine."""
+    line = SHAPE.replace("--seq-length 32", "--seq-length 1048576 --position-embedding-type rope")
+    line = f"{line} --bf16 --global-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 99"
+    line += " --context-parallel-size"
+    odd = config_of(line.replace("heads 4", "heads 7").replace("size 64", "size 448") + " 8", 8)
+    sizes = [each.plan.config.parallel for each in suggest(odd, 8, HARDWARE["h100"])]
+    assert sizes
+    assert {each.ds_sequence_parallel_size for each in sizes} == {1}
+    kinds = {each.cp_comm_type for each in sizes if each.context_parallel_size == 8}
+    assert kinds == {("p2p",), ("all_gather",)}
+    even = config_of(line.replace("heads 4", "heads 8") + " 16", 16)
+    long = [each.plan.config.parallel for each in suggest(even, 16, HARDWARE["h100"])]
+    in_groups = [each for each in long if each.cp_comm_type == ("a2a+p2p",)]
+    assert {each.hierarchical_context_parallel_sizes for each in in_groups} >= {(8, 2)}
+    assert {each.context_parallel_size for each in long} > {16}  # less with tensor parallelism
 
 
 def test_the_tool_prints_a_page_json_and_a_picture(
