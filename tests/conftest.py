@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tarfile
@@ -40,6 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # processes that tests start inherit it.
     if config.option.markexpr != "gpu" or config.option.on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_collection() -> None:
+    # Until all files are imported, nothing is garbage.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    # The libraries are a million objects, which each collection of the oldest ones would visit.
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

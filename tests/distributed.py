@@ -30,7 +30,11 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 600.0,
+    modules: tuple[str, ...] = (),
 ) -> list[Any]:
     """Calls fn(rank, *args) on `world_size` ranks inside an initialized process group (gloo).
 
@@ -39,6 +43,7 @@ def run_ranks(
         world_size: Number of ranks.
         args: Further arguments; they are pickled.
         timeout: Seconds until all ranks must have finished.
+        modules: What all ranks need and the fork server has not imported: it is imported once.
 
     Returns:
         What the ranks returned (it is pickled), in rank order.
@@ -55,7 +60,8 @@ def run_ranks(
         ranks = range(world_size)
         environments = rank_environments(world_size)
         logs = [folder / f"{rank}.log" for rank in ranks]
-        processes = shared_fork_server().start(Path(__file__), [name], environments, logs)
+        server = shared_fork_server(modules=modules)
+        processes = server.start(Path(__file__), [name], environments, logs)
         try:
             _wait(processes, folder, time.monotonic() + timeout)
         finally:

@@ -11,6 +11,9 @@ line:
         -> the pids of the ranks: one process group, led by the first
     {"poll": pid}
         -> null while it runs, then its status as subprocess gives it
+    {"branch": {"modules", "requests", "answers"}}
+        -> the pid of a server that has imported further modules, forked from this one; it reads
+           and writes these two named pipes
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import IO, Any, ClassVar, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEADLINE = 300.0
@@ -122,20 +126,37 @@ _ports = _ports_of_worker()
 
 
 class ForkServer:
-    """A client of the server, which it starts in this process's environment.
+    """A client of the server.
 
     Args:
-        preload: A library that the system loads into the server and its processes.
+        process: The server.
+        requests: What it reads.
+        answers: What it writes.
     """
 
     running: ClassVar[set[int]] = set()
     """The pids of all servers."""
 
-    def __init__(self, preload: Path | None = None) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str] | ForkedProcess, requests: IO[str], answers: IO[str]
+    ) -> None:
+        self._process = process
+        self._requests = requests
+        self._answers = answers
+        self.running.add(process.pid)
+        assert self._answer() == "ready"
+
+    @classmethod
+    def launch(cls, preload: Path | None = None) -> ForkServer:
+        """Starts a server in this process's environment.
+
+        Args:
+            preload: A library that the system loads into the server and its processes.
+        """
         environment = {**clean_environment(), MARK[0]: MARK[1]}
         if preload is not None:
             environment["LD_PRELOAD"] = str(preload)
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -143,8 +164,23 @@ class ForkServer:
             env=environment,
             text=True,
         )
-        self.running.add(self._process.pid)
-        assert self._answer() == "ready"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return cls(process, process.stdin, process.stdout)
+
+    def branch(self, modules: Sequence[str]) -> ForkServer:
+        """A server that has also imported these modules, which the processes of this one have not.
+
+        It ends with this one.
+        """
+        with tempfile.TemporaryDirectory() as name:
+            pipes = {pipe: str(Path(name, pipe)) for pipe in ("requests", "answers")}
+            for path in pipes.values():
+                os.mkfifo(path)
+            pid = self.ask(branch={"modules": list(modules), **pipes})
+            requests = open(pipes["requests"], "w", encoding="utf-8")  # noqa: SIM115
+            answers = open(pipes["answers"], encoding="utf-8")  # noqa: SIM115 (both stay open)
+        return ForkServer(ForkedProcess(self, pid), requests, answers)
 
     def start(
         self,
@@ -169,32 +205,38 @@ class ForkServer:
         return [ForkedProcess(self, pid) for pid in pids]
 
     def ask(self, **request: Any) -> Any:
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._requests, flush=True)
         return self._answer()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._requests.close()
         self._process.wait(timeout=DEADLINE)
+        self._answers.close()
         self.running.remove(self._process.pid)
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         assert line, f"the fork server ended with status {self._process.wait()}"
         return json.loads(line)
 
 
-def shared_fork_server(preload: Path | None = None) -> ForkServer:
-    """The server of this test session; it ends with this process."""
-    return _shared_fork_server(preload)
+def shared_fork_server(preload: Path | None = None, modules: tuple[str, ...] = ()) -> ForkServer:
+    """The server of this test session; it ends with this process.
+
+    Args:
+        preload: As for `ForkServer.launch`.
+        modules: As for `ForkServer.branch`, if there are some.
+    """
+    return _shared_fork_server(preload, modules)
 
 
 @functools.cache  # for which a default and the same value, when given, are two calls
-def _shared_fork_server(preload: Path | None) -> ForkServer:
-    server = ForkServer(preload)
-    atexit.register(server.close)
+def _shared_fork_server(preload: Path | None, modules: tuple[str, ...]) -> ForkServer:
+    if modules:
+        server = _shared_fork_server(preload, ()).branch(modules)
+    else:
+        server = ForkServer.launch(preload)
+    atexit.register(server.close)  # a branch ends before its server
     return server
 
 
@@ -223,23 +265,51 @@ class ForkedProcess:
 # The server.
 
 
-def serve() -> None:
+def serve(requests: IO[str], answers: IO[str]) -> None:
     """Answers requests until the client closes; a forked process runs its script from here."""
+    print(json.dumps("ready"), file=answers, flush=True)
     running: set[int] = set()
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
         answer: Any
         if "start" in request:
             answer = fork_ranks(**request["start"])
             running.update(answer)
+        elif "branch" in request:
+            answer = fork_server(**request["branch"])
+            running.add(answer)
         else:
             answer = poll(request["poll"])
             if answer is not None:
                 running.discard(request["poll"])
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
     for pid in running:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def fork_server(modules: list[str], requests: str, answers: str) -> int:
+    """Forks a server that imports further modules."""
+    pid = os.fork()
+    if pid == 0:
+        end_with_parent()
+        with (
+            open(requests, encoding="utf-8") as read,
+            open(answers, "w", encoding="utf-8") as write,
+        ):
+            import_and_freeze(modules)
+            serve(read, write)
+        exit_without_teardown(0)
+    return pid
+
+
+def import_and_freeze(modules: Sequence[str]) -> None:
+    """Collections in the forked processes skip, and do not copy, what is imported here."""
+    for name in modules:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "a fork of several threads may hang"
+    gc.collect()
+    gc.freeze()
 
 
 def fork_ranks(
@@ -311,15 +381,10 @@ def main() -> None:
     from megatron_ds.launch import environment
 
     environment.prepare_environment()
-    for name in PRELOADED:
-        importlib.import_module(name)
     problems.catalogue()
     flags.training_flags().find("")  # their tables, which every run reads
-    assert threading.active_count() == 1, "a fork of several threads may hang"
-    gc.collect()
-    gc.freeze()  # collections in the forked processes skip, and do not copy, what was imported
-    print(json.dumps("ready"), flush=True)
-    serve()
+    import_and_freeze(PRELOADED)
+    serve(sys.stdin, sys.stdout)
 
 
 if __name__ == "__main__":

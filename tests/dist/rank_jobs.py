@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -113,14 +114,21 @@ class JobResults:
         ]
 
 
-def run_jobs(world: int, jobs: Jobs) -> JobResults:
-    """Runs the jobs one after the other on `world` ranks. Failures are raised by the results."""
+def run_jobs(world: int, jobs: Jobs, modules: tuple[str, ...] = ()) -> JobResults:
+    """Runs the jobs one after the other on `world` ranks. Failures are raised by the results.
+
+    Args:
+        world: Number of ranks.
+        jobs: The jobs.
+        modules: As for `run_ranks`.
+    """
     assert isinstance(jobs, UniqueNames), "a plain dictionary loses jobs whose names are equal"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         crash = Failure("")
         try:
-            run_ranks(_run_jobs, world, dict(jobs), folder, timeout=600.0 + 30.0 * len(jobs))
+            timeout = 600.0 + 30.0 * len(jobs)
+            run_ranks(_run_jobs, world, dict(jobs), folder, timeout=timeout, modules=modules)
         except Exception:
             crash = Failure(traceback.format_exc())
 
@@ -132,12 +140,19 @@ def run_jobs(world: int, jobs: Jobs) -> JobResults:
         )
 
 
-def run_by_world(jobs: Mapping[int, Jobs]) -> JobResults:
-    """Runs the jobs of each number of ranks. Their names are unique."""
+def run_by_world(
+    jobs: Mapping[int, Jobs], modules: Mapping[int, tuple[str, ...]] = MappingProxyType({})
+) -> JobResults:
+    """Runs the jobs of each number of ranks. Their names are unique.
+
+    Args:
+        jobs: The jobs.
+        modules: As for `run_ranks`, by number of ranks.
+    """
     results = UniqueNames[list[Any]]()
     for world, named in jobs.items():
         if named:
-            results |= run_jobs(world, named).results
+            results |= run_jobs(world, named, modules.get(world, ())).results
     return JobResults(results)
 
 

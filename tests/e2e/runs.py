@@ -183,6 +183,7 @@ class Launcher:
         fault_rank: int | None = None,
         disk_fault: str | None = None,
         folder: Path = REPOSITORY,
+        modules: tuple[str, ...] = (),
     ) -> Run:
         """Forks `ranks` processes that run a script (pretrain_gpt.py), without a launcher.
 
@@ -196,6 +197,7 @@ class Launcher:
             fault_rank: Rank on which the fault occurs. If None, it occurs on all ranks.
             disk_fault: Fault of the disk, as faulty_disk.cpp describes.
             folder: Working directory.
+            modules: What the processes have imported besides, because all of them need it.
         """
         environment = dict(environment or {})
         if fault is not None:
@@ -211,7 +213,7 @@ class Launcher:
             environments = [{**clean_environment(), **environment, **own} for own in per_rank]
         environments = [{MARK[0]: MARK[1], **each} for each in environments]
         logs = [self._log() for _ in environments]
-        server = shared_fork_server(None if disk_fault is None else faulty_disk())
+        server = shared_fork_server(None if disk_fault is None else faulty_disk(), modules)
         processes = server.start(script, to_flags(settings), environments, logs, folder)
         return self._register(Run(processes, logs))
 

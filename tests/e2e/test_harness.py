@@ -55,6 +55,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 NAMES = [f"local_{name}" for name in TASKS]
+IMPORTED = ("datasets", "lm_eval", "lm_eval.models.utils", "lm_eval.tasks")
+"""What the module of the harness imports, which takes seconds."""
 
 
 def save_model(folder: Path, tokenizer: Any) -> None:
@@ -236,7 +238,7 @@ def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
     resumed = {**run_settings, **data, **tasks, "save": run, "load": run, "save_interval": 2}
     of_harness = {"eval_tasks": (",".join(NAMES), *files), "eval_tasks_include_path": folder}
     stopped = {**resumed, **of_harness, "exit_interval": 3}
-    printed = launcher.start(stopped, ranks=2).succeed()
+    printed = launcher.start(stopped, ranks=2, modules=IMPORTED).succeed()
     launcher.start(resumed, ranks=2).succeed()
     assert steps(run) == steps(without)
 
@@ -335,7 +337,7 @@ def test_ranks_share_the_requests(
         "tensor_model_parallel_size": tp_size,
         "output": output,
     }
-    printed = launcher.start(settings, ranks=2, script=TOOL).succeed()
+    printed = launcher.start(settings, ranks=2, script=TOOL, modules=IMPORTED).succeed()
     assert printed.count("Tokenizing inputs: 100%") == 1, "the log of one rank"
     results = json.loads(output.read_text(encoding="utf-8"))["results"]
 

@@ -51,10 +51,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
     "zero0-tp2-packed": (2, {"stage": 0}, {**TP2, **PACKED}),
     "zero1-pp2-bf16-guard": (2, {"stage": 1}, {**PP2, "bf16": True, **GUARD}),
     "zero2-dp2-offload": (2, {"stage": 2, "offload_optimizer": ON_CPU}, {}),
-    "zero3-tp2-dp2-bf16-muon": (4, zero3(), {**TP2, **SEQUENCE, "bf16": True, "optimizer": "muon"}),
+    "zero3-dp2-bf16-muon": (2, zero3(), {"bf16": True, "optimizer": "muon"}),
 }
 """Ranks, `zero_optimization` of the DeepSpeed file, and further flags."""
 MORE: dict[str, tuple[int, dict[str, Any], Settings]] = {
+    "zero3-tp2-dp2-bf16-muon": (4, zero3(), {**TP2, **SEQUENCE, "bf16": True, "optimizer": "muon"}),
     "zero0-dp2": (2, {"stage": 0}, {}),
     "zero1-pp2-dp2-bf16": (4, {"stage": 1}, {**PP2, "bf16": True}),
     "zero3-dp2-sp2": (4, zero3(), {"ds_sequence_parallel_size": 2}),

@@ -1,10 +1,9 @@
-"""What unit tests share: imported objects that are never collected, and running a tool."""
+"""What unit tests share: running a tool, and an output without a reader."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,18 +11,6 @@ from typing import Any
 import pytest
 
 Run = Callable[..., Any]
-
-
-def pytest_collection() -> None:
-    # Until all files are imported, nothing is garbage.
-    gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    # The libraries are a million objects, which each collection of the oldest ones would visit.
-    gc.enable()
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
