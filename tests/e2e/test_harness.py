@@ -55,6 +55,8 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 NAMES = [f"local_{name}" for name in TASKS]
+OVERLAP = 10
+"""Tokens by which a window is further than the one before it."""
 IMPORTED = ("datasets", "lm_eval", "lm_eval.models.utils", "lm_eval.tasks")
 """What the module of the harness imports, which takes seconds."""
 
@@ -202,8 +204,8 @@ def run_settings(folder: Path) -> dict[str, Any]:
         "hidden_size": 32,
         "num_attention_heads": 4,
         "seq_length": 16,
-        "micro_batch_size": 2,
-        "global_batch_size": 8,
+        "micro_batch_size": 8,
+        "global_batch_size": 16,
         "lr": 1e-2,
         "tokenizer_type": "GPT2BPETokenizer",
         "vocab_file": GOLDEN / "vocab.json",
@@ -234,7 +236,7 @@ def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
     without = tmp_path / "without"
     launcher.start({**run_settings, **data, "save": without}, ranks=2).succeed()
     files = f"perplexity={corpus}", f"LAMBADA={cloze}"
-    tasks = {"eval_tasks": files, "eval_tasks_interval": 2, "overlapping_eval": 5}
+    tasks = {"eval_tasks": files, "eval_tasks_interval": 2, "overlapping_eval": OVERLAP}
     resumed = {**run_settings, **data, **tasks, "save": run, "load": run, "save_interval": 2}
     of_harness = {"eval_tasks": (",".join(NAMES), *files), "eval_tasks_include_path": folder}
     stopped = {**resumed, **of_harness, "exit_interval": 3}
@@ -264,10 +266,10 @@ def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
         assert record[metric] == pytest.approx(results[name][f"{metric},none"], rel=1e-5)
     expected = by_the_tool(valid_data=cloze, task="LAMBADA")
     assert lambada["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    expected = by_the_tool(valid_data=corpus, overlapping_eval=5)
+    expected = by_the_tool(valid_data=corpus, overlapping_eval=OVERLAP)
     assert perplexity["validation_loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
-    only = {"eval_only": (corpus, GOLDEN / "GPT2BPETokenizer"), "overlapping_eval": 5}
+    only = {"eval_only": (corpus, GOLDEN / "GPT2BPETokenizer"), "overlapping_eval": OVERLAP}
     log = tmp_path / "only.jsonl"
     settings = {**run_settings, **only, "load": run, "metrics_jsonl": log, "zero_stage": 1}
     launcher.start({**settings, "train_iters": 9}).succeed()
