@@ -12,6 +12,7 @@ of the ratio to the floor's CPU seconds. Every output ends with an fsync.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import resource
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,6 +38,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 END = 50256
 MEAN_TOKENS = 700
 SHARD_DOCUMENTS = 40_000
+WIDTHS = {"llm.c, 32 bits": 2, "parquet": 4}
+"""Bytes of an id as stored, per id of the other formats; the file of 32 bits has half of them."""
 SUFFIXES = (".bin", ".ds", ".npy", ".mds", ".parquet")
 """Ends of the names of the files with ids."""
 TARGET = 300.0
@@ -85,8 +90,6 @@ def write_datatrove(folder: Path, tokens: np.ndarray, ends: np.ndarray) -> None:
 
 
 def write_olmo(folder: Path, tokens: np.ndarray, ends: np.ndarray) -> None:
-    import gzip
-
     tokens.tofile(folder / "0.npy")
     starts = np.concatenate([[0], ends[:-1]])
     rows = "".join(f"{a},{b}\n" for a, b in zip(starts.tolist(), ends.tolist(), strict=True))
@@ -141,9 +144,6 @@ def write_litdata(folder: Path, tokens: np.ndarray, ends: np.ndarray) -> None:
 
 
 def write_parquet(folder: Path, tokens: np.ndarray, ends: np.ndarray) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
     offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
     ids = pa.ListArray.from_arrays(offsets, pa.array(tokens.astype(np.int32)))
     table = pa.table({"input_ids": ids})
@@ -182,7 +182,7 @@ def measure(name: str, folder: Path, megabytes: int, rounds: int) -> dict[str, A
         path.mkdir()
         write(path, *texts(size))
     files = sorted(str(path) for path in source.iterdir() if path.suffix in SUFFIXES)
-    id_bytes = sum(map(os.path.getsize, files)) / 1e6
+    id_bytes = texts(megabytes)[0].nbytes * WIDTHS.get(name, 2) / 2e6
     out = str(folder / "out")
     tool = [sys.executable, str(REPOSITORY / "tools/import_tokens.py"), "--overwrite"]
     tool += ["--output-prefix", out, "--vocab-size", "50257", *flags, "--input"]

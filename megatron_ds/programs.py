@@ -39,6 +39,9 @@ PROGRAMS = {
     "doctor": Program("tools/doctor.py", "megatron_ds.doctor.command"),
     "ds-config": Program("tools/ds_config.py", "megatron_ds.engine.ds_config.command"),
     "evaluate": Program("tools/evaluate.py", "megatron_ds.evaluation.evaluate", has_ranks=True),
+    "export-tokens": Program(
+        "tools/export_tokens.py", "megatron_ds.data.foreign_tokens.export_program"
+    ),
     "fork": Program("tools/fork.py", "megatron_ds.loading.programs.fork"),
     "generate": Program(
         "tools/generate_samples_gpt.py", "megatron_ds.inference.samples.command", has_ranks=True

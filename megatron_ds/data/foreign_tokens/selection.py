@@ -15,11 +15,14 @@ from typing import NamedTuple
 from megatron_ds.config.problems import Problem, collect, raise_if_any, user_error
 from megatron_ds.data.foreign_tokens.kinds import AUTO, KINDS
 from megatron_ds.data.foreign_tokens.readers.folder_index import check_inside
+from megatron_ds.data.remote.token_cache import is_url
 from megatron_ds.data.token_files.file_formats import Recognized, most_specific, recognize
 from megatron_ds.data.token_files.missing_pair import other_format_problems, readable_as
 from megatron_ds.data.token_files.probed_files import LocalFiles, ProbedFile
 
 SPLIT_NAMES = re.compile(r"(?:^|[^a-z])(train|val|valid|validation|test)(?:[^a-z]|$)", re.I)
+
+PART_NAMES = re.compile(r"-(\d+)-of-(\d+)")
 
 
 class Selection(NamedTuple):
@@ -69,6 +72,8 @@ def _expanded(path: str) -> list[str]:
     if os.path.exists(path):
         return [path]
     paths = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
+    if not paths and is_url(path):
+        raise user_error("foreign-input-by-url", path=path)
     if not paths:
         raise user_error("foreign-input-missing", path=path)
     return paths
@@ -113,13 +118,13 @@ def _select_in_folder(folder: str, format: str) -> Selection:
     ]
     if not selected:
         raise user_error("foreign-folder-without", path=folder, format=format)
+    taken = {*selected}
+    skipped = {path: None for path in paths if path not in taken and not _is(path, format)}
     problems = list[Problem]()
-    for path in selected:
+    for path in (path for path in paths if path not in skipped):  # also what describes tokens
         with collect(problems):
             check_inside(path, folder)
-    raise_if_any((*problems, *_mixed_splits(folder, selected)))
-    taken = set(selected)
-    skipped = (path for path in paths if path not in taken and not _is(path, format))
+    raise_if_any((*problems, *_mixed_splits(folder, selected), *_missing_parts(folder, selected)))
     return Selection(format, tuple(selected), tuple(skipped))
 
 
@@ -150,6 +155,20 @@ def _mixed_splits(folder: str, paths: Iterable[str]) -> Iterator[Problem]:
     if len(splits) > 1:
         shown = ", ".join(os.path.basename(path) for path in splits.values())
         yield Problem("foreign-splits-mixed", folder=folder, shown=shown)
+
+
+def _missing_parts(folder: str, paths: Iterable[str]) -> Iterator[Problem]:
+    """The problem of a folder with some of the files `NAME-00000-of-00003` only."""
+    parts = dict[tuple[str, str], set[int]]()
+    for path in paths:
+        if match := PART_NAMES.search(os.path.basename(path)):
+            key = (os.path.basename(path)[: match.start()], match[2])
+            parts.setdefault(key, set()).add(int(match[1]))
+    for (name, count), seen in parts.items():
+        missing = sorted({*range(int(count))} - seen)
+        if missing and len(seen) < int(count):
+            shown = f"{name}-{missing[0]:0{len(count)}}-of-{count}"
+            yield Problem("foreign-part-missing", folder=folder, name=shown, count=len(missing))
 
 
 def _repeated(paths: Iterable[str]) -> Iterator[Problem]:

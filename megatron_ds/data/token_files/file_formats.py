@@ -22,7 +22,9 @@ from megatron_ds.data.token_files.text_columns import Columns, columns_in_head, 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 JSON = rb"(?:\xef\xbb\xbf)?\s*[{\[]"
-NOT_JSON = rb"(?!" + JSON + rb")"
+JSON_TEXT = JSON + rb"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f]{0,250}(?:\Z|(?<=.{250}))"
+NOT_JSON = rb"(?!" + JSON_TEXT + rb")"
+"""Ids may begin with the byte of a brace; text has no control characters among its first bytes."""
 MAX_LINE_BYTES = 1 << 20
 """Longest JSON line whose keys are read."""
 
@@ -241,7 +243,7 @@ NO_TEXT = rb'(?=.*"dtype"\s*:)(?!.*"dtype"\s*:\s*"(?:large_)?string")'
 MDS_INDEX = rb'\s*\{(?=.*"shards"\s*:\s*\[\s*[{\]])(?=.*"(?:version|column_names|raw_data)")'
 LITDATA_INDEX = rb'\s*\{(?=.*"chunks"\s*:\s*\[\s*[{\]])(?=.*"(?:chunk_bytes|config)")'
 PACKED = (
-    rb"\x1f\x8b|\x28\xb5\x2f\xfd|\xfd7zXZ|BZh|PK|\x04\x22\x4d\x18"
+    rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|\xfd7zXZ|BZh\d1AY|PK[\x01-\x08]{2}|\x04\x22\x4d\x18"
     rb"|\x93NUMPY|\xff\xff\xff\xff|ARROW1|PAR1"
 )
 BARE_NAMES = r"[^.]+|.+\.(?:tok|tokens|ids|dat|data|raw|memmap|mmap|[ui]\d+|u?int\d+)"
@@ -302,6 +304,7 @@ FORMATS = (
             Sign("a file of", SAVED_NAMES, b"", "state.json", SAVED),
             Sign(SPLITS, r"dataset_dict\.json", SPLITS_HEAD),
         ),
+        import_name="saved-dataset",
     ),
     FileFormat(
         "a cache of datasets",

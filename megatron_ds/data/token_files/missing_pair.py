@@ -207,14 +207,17 @@ def _problem(prefix: str, recognized: Recognized) -> Problem:
         "description": recognized.description,
         "read_by": format.read_by,
         "keys": "",
+        "ids": "",
         "command": import_command(prefix, recognized),
     }
     if format.holds is Holds.TEXT and (columns := columns_of(file)):
-        if columns.ids and not columns.text:
-            ids = ", ".join(map(repr, columns.ids))
-            return Problem("data-is-table-of-ids", ids=ids, **values)
+        ids = ", ".join(map(repr, columns.ids))
+        if columns.ids and "text" not in columns.text:
+            return Problem("data-is-table-of-ids", **(values | {"ids": ids}))
         if columns.text and "text" not in columns.text:
             values["keys"] = f" --json-keys {columns.text[0]}"
+        if columns.ids:
+            values["ids"] = f"; the ids in {ids} become one by: {values['command']}"
     if format is BARE_NUMBERS:
         return Problem("data-without-header", **values)
     if format.holds in (Holds.IDS, Holds.RECORDS) and format.import_name:

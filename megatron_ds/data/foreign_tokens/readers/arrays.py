@@ -138,5 +138,9 @@ def _open_numpy(path: str) -> NumberFile:
     if not content.flags.c_contiguous or content.dtype.byteorder == ">":
         raise user_error("foreign-array-of-other-shape", path=path, shown="another byte order")
     ends = np.arange(1, len(content) + 1) * content.shape[1] if content.ndim == 2 else None
-    start = size - content.nbytes
-    return NumberFile(path, size, content.dtype, start, content.size, ends)
+    expected = content.offset + content.nbytes
+    if size != expected:
+        raise user_error(
+            "foreign-size-differs", path=path, size=size, expected=expected, source="its header"
+        )
+    return NumberFile(path, size, content.dtype, content.offset, content.size, ends)

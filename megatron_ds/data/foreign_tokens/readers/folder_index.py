@@ -19,12 +19,13 @@ def read_index(path: str) -> dict[str, Any]:
     Raises:
         UserError: If it is missing, or no JSON object.
     """
+    if os.path.islink(path):
+        check_inside(path, os.path.dirname(path))
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except FileNotFoundError:
-        name = os.path.basename(path)
-        raise user_error("foreign-index-missing", path=path, index=name) from None
+        raise user_error("token-file-missing", path=path) from None
     except (ValueError, RecursionError, OSError) as error:
         raise user_error("foreign-index-damaged", path=path, reason=error) from error
     if not isinstance(content, dict):

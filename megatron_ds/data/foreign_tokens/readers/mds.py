@@ -49,6 +49,7 @@ class Shard:
         samples: Number of samples.
         compression: Codec, without its level; "" for none.
         hashes: Hexadecimal digests of the stored file by algorithm.
+        whole_hashes: The same of the content of a compressed file.
         column: The column of ids.
     """
 
@@ -58,6 +59,7 @@ class Shard:
     samples: int
     compression: str
     hashes: Mapping[str, str]
+    whole_hashes: Mapping[str, str]
     column: IdColumn
 
     @property
@@ -66,8 +68,9 @@ class Shard:
 
     def blocks(self, position: int) -> Iterator[Block]:
         stored = self._stored()
-        self._check_hashes(stored)
+        self._check_hashes(stored, self.hashes)
         content = unpack(stored, self.compression, self.whole, self.path)
+        self._check_hashes(content, self.whole_hashes)
         offsets = self._offsets(content)
         share = self.size / max(self.whole, 1)
         while position < self.samples:
@@ -104,9 +107,9 @@ class Shard:
             raise user_error("foreign-file-damaged", path=self.path, reason=reason)
         return offsets
 
-    def _check_hashes(self, stored: Bytes) -> None:
-        for name, expected in self.hashes.items():
-            digest = _digest(name, stored)
+    def _check_hashes(self, content: Bytes, hashes: Mapping[str, str]) -> None:
+        for name, expected in hashes.items():
+            digest = _digest(name, content)
             if digest is not None and digest != expected:
                 raise user_error(
                     "foreign-hash-differs",
@@ -187,8 +190,10 @@ def _shard(folder: str, index: str, entry: Any, options: ReadOptions) -> Shard:
     columns = list(zip(names, entry["column_encodings"], entry["column_sizes"], strict=True))
 
     def peek(column: IdColumn) -> np.dtype[np.generic]:
-        first = Shard(path, size, whole, samples, codec, {}, column)
+        first = Shard(path, size, whole, samples, codec, {}, {}, column)
         return first.type_of_first_sample()
 
     column = chosen_column(columns, options, peek, index)
-    return Shard(path, size, whole, samples, codec, dict(stored.get("hashes") or {}), column)
+    hashes = dict(stored.get("hashes") or {})
+    whole_hashes = dict(raw.get("hashes") or {}) if codec else {}
+    return Shard(path, size, whole, samples, codec, hashes, whole_hashes, column)

@@ -25,6 +25,8 @@ from megatron_ds.data.token_files.text_columns import columns_of_schema
 STATE = "state.json"
 MASK = "attention_mask"
 BATCH_ROWS = 4096
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""End of an Arrow stream."""
 LIST_TYPES = ("list<", "large_list<", "fixed_size_list<")
 
 
@@ -150,10 +152,13 @@ def _open_table(path: str, *, name: str, options: ReadOptions) -> Table:
             schema = file.schema_arrow
             rows = file.metadata.num_rows
         else:
+            _check_end(path)
             reader = _arrow_reader(path)
             schema = reader.schema
             rows = sum(batch.num_rows for batch in _batches_of(reader))
     except library_errors as error:
+        if hasattr(error, "problems"):
+            raise
         raise user_error("foreign-file-damaged", path=path, reason=error) from error
     column = choose_name(_id_columns(schema), schema.names, options.column, path)
     type = schema.field(column).type
@@ -211,6 +216,17 @@ def _arrow_reader(path: str) -> Any:
     with open(path, "rb") as file:
         is_file = file.read(6) == b"ARROW1"
     return pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+
+
+def _check_end(path: str) -> None:
+    """Raises UserError: If a stream has no mark at its end: after the last rows that are left of
+    a truncated one, readers see no damage."""
+    with open(path, "rb") as file:
+        is_stream = file.read(6) != b"ARROW1"
+        file.seek(-min(len(STREAM_END), os.path.getsize(path)), os.SEEK_END)
+        if is_stream and file.read() != STREAM_END:
+            reason = "it ends without the mark of the end of a stream: it is truncated"
+            raise user_error("foreign-file-damaged", path=path, reason=reason)
 
 
 def _batches_of(reader: Any) -> Iterator[Any]:

@@ -260,6 +260,34 @@ def truncated_arrow(folder: Path) -> None:
     truncate(foreign.arrow(folder), -40)
 
 
+def stream_without_end(folder: Path) -> None:
+    truncate(foreign.arrow(folder), -8)
+
+
+def missing_part(folder: Path) -> None:
+    foreign.parquet_file(folder).rename(folder / "train-00001-of-00003.parquet")
+
+
+def hash_of_content(folder: Path) -> None:
+    foreign.mds(folder, compression="gz")
+    index = json.loads((folder / "index.json").read_text())
+    raw = index["shards"][0]["raw_data"] | {"hashes": {"xxh64": "0" * 16}}
+    change(folder / "index.json", raw_data=raw)
+
+
+def link_of_document_ends(folder: Path) -> None:
+    path = foreign.datatrove(folder) / "00000_unshuffled.ds.index"
+    path.rename(folder.parent / "elsewhere.index")
+    path.symlink_to(folder.parent / "elsewhere.index")
+
+
+def longer_numpy(folder: Path) -> None:
+    folder.mkdir()
+    np.save(folder / "a.npy", np.array(TOKENS, np.uint16))
+    with (folder / "a.npy").open("ab") as file:
+        file.write(b"\0\0")
+
+
 def lines(*texts: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         foreign.write(folder / "a.jsonl", "\n".join(texts).encode())
@@ -340,6 +368,11 @@ CASES: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...], list[str], str]] 
     "mds: packed": (packed_shard, (), ["foreign-file-damaged"], "shard.00001.mds.zstd"),
     "mds: bomb": (bomb_in_shard, (), ["foreign-file-damaged"], "at least"),
     "mds: hash": (hash_of_shard, (), ["foreign-hash-differs"], "sha1"),
+    "mds: hash of the content": (hash_of_content, (), ["foreign-hash-differs"], "xxh64"),
+    "ds: link": (link_of_document_ends, (), ["foreign-link-leads-out"], "elsewhere.index"),
+    "numpy: longer": (longer_numpy, BY_TOKEN, ["foreign-size-differs"], "162 bytes"),
+    "parquet: part": (missing_part, (), ["foreign-part-missing"], "train-00000-of-00003"),
+    "arrow: end": (stream_without_end, (), ["foreign-file-damaged"], "truncated"),
     "mds: type": (type_of_shard, (), ["foreign-types-differ"], "int32"),
     "mds: mixed": (mixed_shards, (), ["foreign-types-differ"], "uint16"),
     "mds: name": (name_leads_out, (), ["foreign-name-leads-out"], "../shard.00000.mds"),
@@ -448,6 +481,8 @@ def test_parts_of_data_sets_are_not_taken_for_all_of_them(tmp_path: Path, run: R
     ]
     index = foreign.datatrove(tmp_path / "d") / "00000_unshuffled.ds.index"
     assert printed_codes(run("--input", index, *out, status=1).err) == ["foreign-input-describes"]
+    url = run("--input", "s3://bucket/train.bin", *out, status=1).err
+    assert printed_codes(url) == ["foreign-input-by-url"]
     both = run("--input", tmp_path / "m", tmp_path / "d", *out, status=1).err
     assert printed_codes(both) == ["foreign-formats-differ"]
     twice = run("--input", tmp_path / "d", tmp_path / "d", *out, status=1).err

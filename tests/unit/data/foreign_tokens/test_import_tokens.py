@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from pyarrow import parquet
 
 from megatron_ds.data.foreign_tokens import foreign_file, import_program
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.missing_pair import other_format_problems
 from tests import foreign_tokens as foreign
 from tests.foreign_tokens import DOCUMENTS, END, ENDS, TOKENS
 from tests.import_graph import REPOSITORY
@@ -106,6 +109,22 @@ def test_documents_of_llm_c_go_on_in_the_next_file(tmp_path: Path, run: Run) -> 
     printed = run("--input", second, "--output-prefix", out, *BY_TOKEN, "--overwrite")
     assert printed_codes(printed.err) == ["foreign-begins-inside"]
     assert documents(out)[0] == ids[9:13]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "bytes)" not in name])
+def test_data_path_names_the_command_that_imports(name: str, tmp_path: Path, run: Run) -> None:
+    """Claim (data): the command that `--data-path` names for files or a folder of another trainer
+    imports them, with the id of the end token where their format needs it"""
+    write, _ = FORMATS[name]
+    path = write(tmp_path / "in")
+    files = sorted(one for one in (tmp_path / "in").iterdir())
+    for prefix in (tmp_path / "in", path, files[-1]):
+        (problem,) = other_format_problems(str(prefix))
+        match = re.search(r"python tools/import_tokens.py (.*?)(,|$)", str(problem))
+        assert match is not None, problem
+        words = [str(END) if word == "ID" else word for word in shlex.split(match[1])]
+        run(*words, "--overwrite")
+        assert documents(Path(words[3])) == (ROWS if "rows" in name else DOCUMENTS)
 
 
 def test_rows_are_divided_by_the_end_token_if_it_is_given(tmp_path: Path, run: Run) -> None:
