@@ -71,7 +71,7 @@ setup(
         ],
         "cleaning": ["ftfy>=6.3", "msgpack>=1.0", "py3langid>=0.4", "rensa>=0.5"],
         "ray": ["ray>=2.40"],
-        "s3": ["fsspec>=2024.12", "obstore>=0.6"],
+        "s3": ["fsspec>=2024.12", "obstore>=0.9"],
         "plot": ["Jinja2>=3.1.6", "matplotlib>=3.9"],
         "8bit": ["bitsandbytes>=0.46"],
         "server": ["fastapi>=0.115", "prometheus-client>=0.23.1", "uvicorn>=0.30"],

@@ -119,6 +119,11 @@ def test_environments_have_exact_versions() -> None:
     assert all((bounds.REPOSITORY / path).exists() for path in paths)
 
 
+def test_reasons_are_those_of_packages_with_a_lower_bound() -> None:
+    lowest = bounds.exact("lowest")
+    assert [name for name in bounds.REASONS if canonicalize_name(name) not in lowest] == []
+
+
 def test_recorded_errors_name_no_folder_of_the_machine(tmp_path: Path) -> None:
     path = bounds.REPOSITORY / "tests" / "golden" / "a.bin"
     error = f"{tmp_path / 'a' / 'b.json'} differs from {path}"

@@ -87,6 +87,26 @@ nothing failed:
 | package | `setup.py` | `requirements.txt` | lowest | newest |
 |---|---|---|---|---|
 """
+REASONS = {
+    "Jinja2": "`apply_chat_template` of transformers refuses older versions",
+    "fsspec": "older versions do not save a data set to a `pathlib.Path`",
+    "mypy": "2.0.0 and 1.14.0 report errors that 2.4 does not; those between were not tried",
+    "nltk": "3.9 is imported only where the resource wordnet is installed",
+    "obstore": "files of older versions refuse to read past their end",
+    "prometheus-client": "older versions have no `CONTENT_TYPE_PLAIN_0_0_4`",
+    "pyarrow": "older versions are built for numpy 1",
+    "regex": "transformers 5.23.0 requires it",
+    "ruff": "older versions sort an import with a comment in another way, or have rules that went",
+    "safetensors": "transformers 5.23.0 requires it",
+    "sentencepiece": "0.2.1 makes other tokens of long runs of a character, whose splits have the "
+    "same score, so that token files differ",
+    "tensorboard": "older versions use a name that numpy 2.0 removed",
+    "tokenizers": "transformers 5.23.0 requires it",
+    "torch": "parameters of older versions have no `grad_dtype`",
+    "tqdm": "datasets 3.6.0 requires it",
+    "transformers": "4.56.0 fails tests of conversion; those between were not tried",
+}
+"""Package -> why its lower bound is not lower, as far as it was seen."""
 FIND_VERSIONS = """
 import importlib.metadata, json, sys
 versions = {}
@@ -319,7 +339,7 @@ def passing_versions(package: str, runs: Mapping[str, Run]) -> set[str]:
 
 def page(runs: Mapping[str, Run]) -> str:
     """The text of docs/development/package_versions.md."""
-    return "".join([HEAD, *_environments(runs), *_packages(runs), *_failures(runs)])
+    return "".join([HEAD, *_environments(runs), *_packages(runs), *_reasons(), *_failures(runs)])
 
 
 def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
@@ -343,6 +363,12 @@ def _packages(runs: Mapping[str, Run]) -> Iterator[str]:
         passing = sorted(passing_versions(package, runs), key=Version)
         lowest, newest = (passing[0], passing[-1]) if passing else ("not run", "not run")
         yield f"| {package} | `{specifier}` | {pinned[package]} | {lowest} | {newest} |\n"
+
+
+def _reasons() -> Iterator[str]:
+    yield "\n## Lower bounds\n\nWhy these are not lower:\n\n"
+    for package, reason in REASONS.items():
+        yield f"- {package}: {reason}.\n"
 
 
 def _failures(runs: Mapping[str, Run]) -> Iterator[str]:
