@@ -39,7 +39,14 @@ class RunPhases:
     def plan(self, state: TrainState) -> StepPlan:
         """Plan the step after `state`."""
         plan = schedules.plan(self.at(state), self._of_phase(state), self.dp_size)
-        return dataclasses.replace(plan, iteration=state.iteration + 1)
+        factor = state.learning_rate_factor
+        decoupled = plan.decoupled_lr
+        return dataclasses.replace(
+            plan,
+            iteration=state.iteration + 1,
+            lr=plan.lr * factor,
+            decoupled_lr=None if decoupled is None else decoupled * factor,
+        )
 
     def total_iterations(self, state: TrainState = INITIAL_STATE) -> int:
         """Total steps of the run, as `schedules.total_iterations`."""

@@ -24,6 +24,8 @@ STAGE_COUNTERS = (
     "applied_tokens",
 )
 """Counters of the run that also count from the start of a stage."""
+FACTOR = "learning_rate_factor"
+"""Field that only a run whose callbacks have set it has in its file."""
 
 
 class SpikeLimits(NamedTuple):
@@ -122,6 +124,8 @@ class TrainState:
     """Position of the current stage in --stages."""
     stage_start: tuple[int, ...] = (0,) * len(STAGE_COUNTERS)
     """STAGE_COUNTERS before its first step."""
+    learning_rate_factor: float = 1.0
+    """Factor of the scheduled learning rates, which only callbacks change."""
 
     def advance(self, plan: StepPlan, result: StepResult) -> TrainState:
         """The state after a step. A skipped step advances the consumed counters only."""
@@ -145,6 +149,7 @@ class TrainState:
             recent_norms=norms,
             stage=self.stage,
             stage_start=self.stage_start,
+            learning_rate_factor=self.learning_rate_factor,
         )
 
     @property
@@ -169,7 +174,9 @@ class TrainState:
 
     def to_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
-        later = {} if self.stage else {"stage", "stage_start"}
+        later = set() if self.stage else {"stage", "stage_start"}
+        if self.learning_rate_factor == 1.0:
+            later.add(FACTOR)
         return {name: value for name, value in values.items() if name not in later}
 
     @classmethod
@@ -184,13 +191,14 @@ class TrainState:
         """
         names = {item.name for item in dataclasses.fields(cls)}
         recent = {name for name in names if name.startswith("recent_")}
-        optional = recent | {"applied_tokens", "stage", "stage_start"}
+        optional = recent | {"applied_tokens", "stage", "stage_start", FACTOR}
         if not names - optional <= set(values) <= names:
             raise user_error(
                 "train-state-keys-differ", found=sorted(values), expected=sorted(names)
             )
-        lists = recent | {"stage_start"}
-        parsed: dict[str, Any] = {name: int(values[name]) for name in values.keys() - lists}
+        others = recent | {"stage_start", FACTOR}
+        parsed: dict[str, Any] = {name: int(values[name]) for name in values.keys() - others}
+        parsed |= {name: float(values[name]) for name in values.keys() & {FACTOR}}
         parsed |= {name: tuple(map(int, values[name])) for name in values.keys() & {"stage_start"}}
         parsed |= {name: tuple(map(float, values[name])) for name in values.keys() & recent}
         state = cls(**parsed)

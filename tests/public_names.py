@@ -10,7 +10,8 @@ from pathlib import Path
 GOLDEN = Path(__file__).parent / "golden" / "public_names.txt"
 READ_ONLY = ("Config", "Extensions", "TrainState")
 """Classes whose fields a program reads or sets; it calls no methods of them."""
-MODULES = ("megatron_ds.extend", "megatron_ds.extend.layers")
+WITH_PROPERTIES = ("LanguageModel", "RunControl", "RunRecord")
+MODULES = ("megatron_ds", "megatron_ds.extend", "megatron_ds.extend.layers")
 
 
 def public_names() -> str:
@@ -22,9 +23,13 @@ def _lines(module: str) -> Iterator[str]:
     listed = importlib.import_module(module)
     for name in sorted(listed.__all__):
         value = getattr(listed, name)
+        if isinstance(value, str):
+            continue
         yield f"  {name}{inspect.signature(value)}"
         if inspect.isclass(value) and name not in READ_ONLY:
             for method, function in sorted(vars(value).items()):
+                if isinstance(function, property) and name in WITH_PROPERTIES:
+                    yield f"    {method}"
                 if inspect.isfunction(function) and not method.startswith("_"):
                     yield f"    {method}{inspect.signature(function)}"
 

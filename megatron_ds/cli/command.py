@@ -22,7 +22,7 @@ from megatron_ds.cli.scan import scan
 from megatron_ds.config.fields import field_problems, ineffective, option_fields
 from megatron_ds.config.problems import Problem, UserError, counted
 from megatron_ds.launch import output
-from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.exit_codes import ExitCode, SettingsRejected
 from megatron_ds.launch.process import program_start
 from megatron_ds.programs import shown_name
 
@@ -56,7 +56,12 @@ def program_name(options: type) -> str:
 
 
 def parse(
-    options: type[T], argv: Sequence[str], *, rank: int = 0, unknown: list[str] | None = None
+    options: type[T],
+    argv: Sequence[str],
+    *,
+    rank: int = 0,
+    unknown: list[str] | None = None,
+    raises: bool = False,
 ) -> T:
     """Read the options of a tool.
 
@@ -65,8 +70,10 @@ def parse(
         argv: The arguments without the program's name.
         rank: Only rank 0 prints.
         unknown: Receives the arguments of unknown flags, which are an error otherwise.
+        raises: Raise the problems instead of printing them.
 
     Raises:
+        SettingsRejected: If there are problems, and `raises`.
         SystemExit: After --help, with status 0, and after all problems are printed, with status 2.
     """
     table = table_of(options)
@@ -86,6 +93,9 @@ def parse(
         for warning in (*line.warnings, *_each(result, ineffective, line.values, table), *warnings):
             print_warning(warning, table)
     if problems:
+        if raises:
+            texts = [render(problem, table) for problem in problems]
+            raise SettingsRejected(listing(problems, table), texts)
         fail(problems, table, rank=rank)
     if unknown is not None:
         unknown += line.unknown

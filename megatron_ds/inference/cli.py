@@ -153,8 +153,15 @@ def run_program(options: type[T], run: Callable[[T], None], argv: Sequence[str])
         run(parsed)
 
 
-def open_checkpoint(options: GenerationOptions) -> tuple[SourceCheckpoint, ModelConfig, Tokenizer]:
+def open_checkpoint(
+    options: GenerationOptions, refuse: Callable[[list[Problem]], object] | None = None
+) -> tuple[SourceCheckpoint, ModelConfig, Tokenizer]:
     """Selects the checkpoint, and reads its model's configuration and its tokenizer.
+
+    Args:
+        options: Options of the tool.
+        refuse: Raises the problems of flags that contradict the checkpoint. None: they are
+            printed, and end the program.
 
     Raises:
         UserError: If there is no checkpoint, or its tokenizer cannot be built.
@@ -176,6 +183,8 @@ def open_checkpoint(options: GenerationOptions) -> tuple[SourceCheckpoint, Model
         *config.problems(model.vocab_size),
     ]
     if problems:
+        if refuse is not None:
+            refuse(problems)
         fail(problems, table_of(type(options)), rank=environment.rank())
     if options.ineffective_flags:
         flags = ", ".join(options.ineffective_flags)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.inference.generation.engine import GenerationEngine
@@ -72,6 +72,39 @@ def continue_prompts(
             if sequence.error is not None:
                 raise sequence.error
     return sequences
+
+
+def stream_tokens(
+    model: GPTModel, prompt: Sequence[int], config: GenerationConfig
+) -> Iterator[int]:
+    """Yields the new tokens of a prompt as they are chosen; they are those of `continue_prompts`.
+
+    Args:
+        model: The model, in evaluation mode.
+        prompt: Ids of the prompt.
+        config: Options of generation.
+
+    Raises:
+        UserError: As `continue_prompts`: before the first token, if the prompt or the options are
+            invalid.
+    """
+    raise_if_any([*prompt_problems(model.config, [prompt], config), *config.sampling.problems()])
+    sequence = TextSequence.of(prompt, config, 0)
+    capacity = config.final_length(len(prompt)) - 1
+    engine = GenerationEngine(model, slots=1, capacity=capacity, use_cache=config.use_cache)
+    engine.add(sequence)
+    return _tokens_of(engine, sequence)
+
+
+def _tokens_of(engine: GenerationEngine, sequence: TextSequence) -> Iterator[int]:
+    shown = sequence.prompt_length
+    while engine.is_busy:
+        engine.step()
+        if sequence.error is not None:
+            raise sequence.error
+        new = sequence.ids[shown:]
+        shown += len(new)
+        yield from new
 
 
 def generate(

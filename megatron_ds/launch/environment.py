@@ -13,7 +13,8 @@ import re
 import socket
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_ds.launch.ranks import rank_variables
@@ -83,6 +84,22 @@ def adopt_ranks() -> None:
             to know.
     """
     os.environ.update(rank_variables.find_ranks(os.environ))
+
+
+@contextmanager
+def unchanged_ranks() -> Iterator[None]:
+    """Restores the variables of ranks, which are not for processes that this one starts later, and
+    how exceptions are shown: torch puts the rank in front of each line."""
+    hook = sys.excepthook
+    names = (*rank_variables.RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT", GIVEN_LOCAL_RANK)
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+        sys.excepthook = hook
 
 
 def expand_variables(path: str) -> str:

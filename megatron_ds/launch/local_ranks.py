@@ -58,4 +58,4 @@ def command(count: int, words: Sequence[str]) -> list[str]:
 def become(words: Sequence[str]) -> NoReturn:
     """Replaces this process by a command: signals and its exit status are the command's."""
     sys.stdout.flush()
-    os.execv(words[0], words)
+    os.execv(words[0], list(words))

@@ -8,11 +8,16 @@ from pathlib import Path
 
 
 class StartupTimer:
-    """Durations of the consecutive phases of start-up."""
+    """Durations of the consecutive phases of start-up.
 
-    def __init__(self) -> None:
+    Args:
+        is_guest: Whether the process has done something else before.
+    """
+
+    def __init__(self, *, is_guest: bool = False) -> None:
         self._last = time.monotonic()
-        self.phases: list[tuple[str, float]] = [("interpreter", process_age())]
+        age = [] if is_guest else [("interpreter", process_age())]
+        self.phases: list[tuple[str, float]] = age
         """Names and seconds, in order."""
 
     def mark(self, phase: str) -> None:

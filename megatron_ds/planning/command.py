@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli import arguments
@@ -23,13 +23,14 @@ from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
 from megatron_ds.loading.plan import model_options
 from megatron_ds.planning import plan_report
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
+from megatron_ds.planning.plan import Plan
 from megatron_ds.planning.settings import (
     Completed,
     completed,
     with_values,
     without_tokenizer,
 )
-from megatron_ds.planning.suggest import suggest
+from megatron_ds.planning.suggest import Suggestion, suggest
 from megatron_ds.tokenizer import build_tokenizer
 
 UNITS = {"MB": 1e6, "GB": 1e9, "MIB": 2**20, "GIB": 2**30}
@@ -170,13 +171,44 @@ def main(argv: Sequence[str]) -> int:
     return cli.run(Options, lambda options: _work(options, training), argv, unknown=training)
 
 
-def _work(options: Options, training: Sequence[str]) -> None:
-    """Prints the plan of the flags of pretrain_gpt.py."""
+@dataclass(frozen=True)
+class PlannedRun:
+    """The plan of a run, with what is known of it besides."""
+
+    stages: plan_report.StagePlans
+    plan: Plan
+    tokens: float | None
+    """Tokens of the complete training; None if they are unknown."""
+    layouts: Sequence[Suggestion] | None
+    """Layouts that fit, the fastest first; None if they were not asked for."""
+    assumed: Sequence[str]
+    """Flags that were not given."""
+
+    def values(self) -> dict[str, Any]:
+        """Plain values; see `Plan` for the units."""
+        values = plan_report.as_json(self.plan, self.tokens, self.layouts or (), self.assumed)
+        return values | {"stages": self.stages.values()}
+
+
+def plan_values(options: Options, training: Sequence[str]) -> dict[str, Any]:
+    """The plan of the flags of pretrain_gpt.py as plain values.
+
+    Raises:
+        SettingsRejected: If the settings have problems.
+    """
+    return _planned(options, training, raises=True).values()
+
+
+def _planned(options: Options, training: Sequence[str], *, raises: bool = False) -> PlannedRun:
     completions: list[Completed] = []
     device = options.device
     complete = functools.partial(_complete, is_host=device.kind == HOST, plans=completions)
     config = arguments.parse(
-        training, world_size=options.world_size, complete=complete, program="plan.py"
+        training,
+        world_size=options.world_size,
+        complete=complete,
+        program="plan.py",
+        raises=raises,
     )
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
     world_size = config.runtime.dry_run or options.world_size
@@ -188,10 +220,16 @@ def _work(options: Options, training: Sequence[str]) -> None:
     layouts = suggest(config, world_size, device, samples) if options.suggest or samples else None
     plan = layouts[0].plan if layouts and samples else stages.largest
     tokens = options.tokens or stages.planned_tokens(plan.samples)
+    return PlannedRun(stages, plan, tokens, layouts, assumed)
+
+
+def _work(options: Options, training: Sequence[str]) -> None:
+    """Prints the plan of the flags of pretrain_gpt.py."""
+    run = _planned(options, training)
     if options.print_json:
-        values = plan_report.as_json(plan, tokens, layouts or (), assumed)
-        print(json.dumps(values | {"stages": stages.values()}, indent=1))
+        print(json.dumps(run.values(), indent=1))
     else:
-        print(stages.text() + plan_report.text(plan, tokens, layouts, assumed), end="")
+        shown = plan_report.text(run.plan, run.tokens, run.layouts, run.assumed)
+        print(run.stages.text() + shown, end="")
     if options.plot is not None:
-        plan_report.draw_memory(plan, Path(options.plot))
+        plan_report.draw_memory(run.plan, Path(options.plot))

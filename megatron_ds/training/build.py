@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +40,7 @@ from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.run_phases import RunPhases
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions
-from megatron_ds.training.extensions import Callback, Extensions
+from megatron_ds.training.extensions import Callback, Extensions, RunControl
 from megatron_ds.training.loggers.console import Console, ShortConsole, is_short, time_details
 from megatron_ds.training.loggers.events import EventLog
 from megatron_ds.training.loggers.selection import open_loggers
@@ -48,6 +48,7 @@ from megatron_ds.training.loggers.step_records import StepRecordLog
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.profile.profiling import open_profiling
 from megatron_ds.training.records import Logger
+from megatron_ds.training.run_record import RunRecorder
 from megatron_ds.training.start.preflight import RunInputs
 from megatron_ds.training.start.run_data import build_phase_data
 from megatron_ds.training.start.startup_report import (
@@ -76,6 +77,8 @@ class RunParts:
     checkpoints: CheckpointManager
     may_write: Callable[[], bool]
     """Whether --save still belongs to this run."""
+    recorder: RunRecorder = dataclasses.field(default_factory=RunRecorder)
+    """Records the run for its program, on every rank."""
 
     @property
     def save(self) -> Path | None:
@@ -169,6 +172,7 @@ def build_trainer(parts: RunParts) -> Trainer:
         _record_start(parts, report.folder, position, state, last)
         parts.events.record("about", lines=about)
     exits = _exit_conditions(parts, last)
+    control = _control_of(parts.extensions.callbacks, state)
     return Trainer(
         config=config,
         mesh=mesh,
@@ -185,10 +189,25 @@ def build_trainer(parts: RunParts) -> Trainer:
         ),
         profiling=open_profiling(config, engine, parts.save, parts.context.rank, state, last),
         callbacks=(*parts.extensions.callbacks, *_record_logs(parts)),
+        control=control,
         tasks=_build_tasks(parts, engine),
         token_bytes=_token_bytes(parts) if data.valid or data.test else None,
         watch=parts.life.hang_watch,
     )
+
+
+def _control_of(callbacks: Sequence[Callback], state: TrainState) -> RunControl | None:
+    """Gives the callbacks what they control the run with; None without callbacks."""
+    factor = state.learning_rate_factor
+    if factor != 1.0:
+        output.print_on_rank(f"  learning rate factor {factor:g}, which a callback has set")
+    if not callbacks:
+        return None
+    control = RunControl()
+    control.learning_rate_factor = factor
+    for callback in callbacks:
+        callback.control = control
+    return control
 
 
 def _record_start(
@@ -350,7 +369,7 @@ def _build_metrics(
     context = parts.context
     phases = RunPhases(config, mesh.dp.size)
     total_iterations = phases.total_iterations(state)
-    loggers: list[Logger] = []
+    loggers: list[Logger] = [parts.recorder]
     if context.rank == 0:
         write = output.print_on_rank
         hosts = [host.name for host in context.locations.values()]

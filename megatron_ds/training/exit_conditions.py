@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds.config import StoppingConfig
+from megatron_ds.config.problems import user_error
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process.stop_request import StopReason, StopRequest
+from megatron_ds.train_state import TrainState
+from megatron_ds.training.extensions import RunControl
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,29 @@ class ExitConditions:
             ]
         return self._any_rank(conditions, iteration)
 
+    def of_callbacks(
+        self, control: RunControl, state: TrainState
+    ) -> tuple[TrainState, StopDecision | None]:
+        """The state with what callbacks have changed, and the stop that one of any rank asks for.
+
+        Args:
+            control: What they have asked for on this rank.
+            state: State after a step.
+
+        Raises:
+            UserError: If the ranks have set different factors of the learning rate.
+        """
+        factor = control.learning_rate_factor
+        is_stopped, largest, smallest = self._largest([float(control.is_stopped), factor, -factor])
+        if largest != -smallest:
+            raise user_error("learning-rate-factors-differ", smallest=-smallest, largest=largest)
+        state = dataclasses.replace(state, learning_rate_factor=factor)
+        if not is_stopped:
+            return state, None
+        reason = f": {control.reason}" if control.reason else ""
+        text = f"exiting program at iteration {state.iteration} for a callback{reason}"
+        return state, StopDecision(text)
+
     def seconds_left(self, seconds: float) -> float:
         """Seconds until the run ends if its steps take this long: --exit-duration-in-mins may end
         it earlier."""
@@ -95,11 +122,15 @@ class ExitConditions:
     def _any_rank(
         self, conditions: list[tuple[bool, StopDecision]], iteration: int
     ) -> StopDecision | None:
-        holds = [float(holds_here) for holds_here, _ in conditions]
-        if dist.get_world_size() > 1:
-            seen = torch.tensor(holds)
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
-            holds = seen.tolist()
+        holds = self._largest([float(holds_here) for holds_here, _ in conditions])
         self.progress(iteration)
         decisions = [decision for _, decision in conditions]
         return next(itertools.compress(decisions, holds), None)
+
+    def _largest(self, values: list[float]) -> list[float]:
+        """The largest value of all ranks, element by element. Collective."""
+        if dist.get_world_size() > 1:
+            largest = torch.tensor(values, dtype=torch.float64)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+            values = largest.tolist()
+        return values

@@ -2,17 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.own.dataset_request import BuildDataset
 from megatron_ds.train_state import StepResult, TrainState
-from megatron_ds.training.records import Logger
+from megatron_ds.training.records import STEP_FIELDS, Logger
+
+
+class RunControl:
+    """What callbacks may do to a run: the attribute `control` of each.
+
+    Every rank has one. What is asked for takes effect after the methods of all callbacks at that
+    point, before a checkpoint is saved there.
+    """
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        """Whether `stop` was called."""
+        self.reason = ""
+        """Its argument."""
+        self._factor = 1.0
+        self._figures: dict[str, float] = {}
+
+    def stop(self, reason: str = "") -> None:
+        """Ends the run after this step, with a checkpoint and status 0. One rank is enough.
+
+        Args:
+            reason: What the log says of it.
+        """
+        self.is_stopped = True
+        self.reason = reason
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """Factor of the scheduled learning rates from the next step on.
+
+        It is 1 at first, is saved in checkpoints, and stays when a run is resumed, with the
+        callback or without. All ranks must set the same value.
+
+        Raises:
+            UserError: If it is set to a negative number, inf or nan.
+        """
+        return self._factor
+
+    @learning_rate_factor.setter
+    def learning_rate_factor(self, value: float) -> None:
+        if not (math.isfinite(value) and value >= 0):
+            raise user_error("bad-learning-rate-factor", value=value)
+        self._factor = float(value)
+
+    def log(self, **figures: SupportsFloat) -> None:
+        """Logs figures by name with the metrics of a step: in `after_step` of that step, elsewhere
+        of the next one.
+
+        They are not averaged: the first rank prints its own, the last one writes its own to files.
+
+        Args:
+            figures: Numbers by name.
+
+        Raises:
+            UserError: If a metric of every run has that name.
+        """
+        if taken := STEP_FIELDS & figures.keys():
+            raise user_error("figure-name-taken", names=", ".join(sorted(taken)))
+        self._figures |= {name: float(value) for name, value in figures.items()}
+
+    def take_figures(self) -> dict[str, float]:
+        """The figures since the last call."""
+        figures = self._figures
+        self._figures = {}
+        return figures
 
 
 class Callback:
@@ -20,7 +87,13 @@ class Callback:
 
     An exception ends the run, as any error does. A method that communicates must do so on all
     ranks.
+
+    Attributes:
+        control: Stops the run, changes its learning rate and logs figures. It is set before
+            `on_start`.
     """
+
+    control: RunControl
 
     def on_start(self, config: Config, state: TrainState, model: Any) -> None:
         """Called before the first step.
@@ -32,7 +105,7 @@ class Callback:
         """
 
     def after_step(self, state: TrainState, result: StepResult) -> None:
-        """Called after each optimizer step, applied or skipped.
+        """Called after each optimizer step, applied or skipped, before its metrics are logged.
 
         Args:
             state: State after the step.
@@ -79,6 +152,11 @@ class Extensions:
     which the run starts. A subclass of `Logger` with these arguments is such a callable."""
     callbacks: Sequence[Callback] = ()
     """Called in this order."""
+
+    def with_observer(self, callback: Callback, logger: OpenLogger) -> Extensions:
+        """These parts with a further callback and a further logger."""
+        callbacks = (*self.callbacks, callback)
+        return dataclasses.replace(self, callbacks=callbacks, loggers=(*self.loggers, logger))
 
     def custom_parts(self) -> dict[str, str]:
         """The names of the functions that replace the package's own, by field."""

@@ -18,6 +18,7 @@ from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.profile.stragglers import slowest_rank
 from megatron_ds.training.records import (
     SPLITS,
+    STEP_FIELDS,
     EvalRecord,
     IntervalRecord,
     Logger,
@@ -27,7 +28,6 @@ from megatron_ds.training.records import (
 
 MeanOverDp = Callable[[list[float]], list[float]]
 """Element-wise mean of a list over the data-parallel ranks; collective."""
-STEP_FIELDS = frozenset(item.name for item in dataclasses.fields(StepRecord))
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class _Step:
     result: StepResult
     seconds: float
     warm_up: bool
+    figures: Mapping[str, float]
 
 
 @dataclass
@@ -90,7 +91,13 @@ class Metrics:
     """Whether steps without a counted token have been warned of."""
 
     def record(
-        self, state: TrainState, plan: StepPlan, result: StepResult, seconds: float, warm_up: bool
+        self,
+        state: TrainState,
+        plan: StepPlan,
+        result: StepResult,
+        seconds: float,
+        warm_up: bool,
+        figures: Mapping[str, float] | None = None,
     ) -> None:
         """Records a step, and logs the interval if it ends there.
 
@@ -101,9 +108,10 @@ class Metrics:
             seconds: Duration of the step without evaluation and saving.
             warm_up: Whether to exclude the step from the throughput of its interval, because its
                 duration is not representative: the first step of a process, or one that compiles.
+            figures: Further metrics of this rank by name, which are not averaged.
         """
         self._state = state
-        self._pending.append(_Step(state, plan, result, seconds, warm_up))
+        self._pending.append(_Step(state, plan, result, seconds, warm_up, figures or {}))
         if state.iteration % self.log_interval == 0:
             if self.step_times is not None:
                 self._add_times(self.step_times())
@@ -219,7 +227,7 @@ class Metrics:
             tflops=0.0,
             warm_up=step.warm_up,
             curriculum_seqlen=plan.seq_length if workload.curriculum else None,
-            extras=extras,
+            extras={**extras, **step.figures},
         )
         return dataclasses.replace(
             record,

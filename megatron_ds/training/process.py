@@ -39,6 +39,7 @@ from megatron_ds.training.extensions import Extensions
 from megatron_ds.training.loggers.events import EventLog
 from megatron_ds.training.loggers.jsonl_logger import always
 from megatron_ds.training.loggers.selection import owned_tensorboard_folder
+from megatron_ds.training.run_record import RunRecord
 from megatron_ds.training.start.preflight import RunInputs
 from megatron_ds.training.start.startup_report import StartReport
 from megatron_ds.training.trainer import Trainer
@@ -50,7 +51,7 @@ def train(
     extensions: Extensions,
     life: ProcessLifecycle,
     startup: StartupTimer,
-) -> ExitCode:
+) -> RunRecord:
     """Runs one process of a training run.
 
     Errors propagate as exceptions; only a clean finish destroys the process group.
@@ -103,7 +104,7 @@ def train(
         dist.barrier()  # the folder is free once no rank writes to it
         life.on_finished()
     distributed.destroy_process_group()
-    return code
+    return parts.recorder.record(code, checkpoints.newest)
 
 
 def _init_distributed(

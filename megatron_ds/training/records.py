@@ -57,6 +57,9 @@ class StepRecord(Record):
     """Further metrics by name, as `StepResult.extras`."""
 
 
+STEP_FIELDS = frozenset(item.name for item in dataclasses.fields(StepRecord))
+
+
 def metrics_of(record: StepRecord) -> dict[str, Any]:
     """All metrics of a step by name."""
     values = dataclasses.asdict(record)

@@ -17,18 +17,19 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch import environment
 from megatron_ds.launch.process import rank_log
-from megatron_ds.launch.process.lifecycle import process_lifecycle
+from megatron_ds.launch.process.lifecycle import ProcessLifecycle, process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.plan import LoadPlan, continue_schedule, make_plan
 from megatron_ds.planning.settings import without_tokenizer
 from megatron_ds.training.extensions import Extensions
+from megatron_ds.training.run_record import RunRecord
 
 if TYPE_CHECKING:
     from megatron_ds.launch.ranks.roll_call import RollCall
     from megatron_ds.training.start.preflight import RunInputs
 
 
-def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
+def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> RunRecord:
     """Runs one process of a training: reads the settings, checks them, builds the run and trains.
 
     Every process of the run calls it, once, as its last work.
@@ -37,32 +38,57 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         extensions: Parts of the run in addition to, or instead of, the package's own.
         argv: Flags of pretrain_gpt.py. None: the command line's.
 
+    Returns:
+        The steps, losses and evaluations, and the newest checkpoint.
+
     Raises:
         SystemExit: If the run does not finish; docs/running/stopping_and_failures.md lists the
             statuses.
     """
-    startup = StartupTimer()
-    words = sys.argv[1:] if argv is None else argv
     with process_lifecycle() as life:
-        environment.adopt_ranks()
-        environment.prepare_environment()  # before the checks import libraries
-        config, inputs = _read_settings(words, extensions, life.roll_call)
-        if config.runtime.dry_run is not None:
-            if environment.rank() == 0:
-                from megatron_ds.planning import plan_report  # imports torch
+        record = run(extensions, sys.argv[1:] if argv is None else argv, life)
+    if record.status:
+        sys.exit(record.status)
+    return record
 
-                plan_report.print_plan(config, config.runtime.dry_run)
-            return
-        assert inputs is not None
-        rank_log.open_log(config.logging.log_dir)
-        _describe(life.roll_call, config, inputs.plan, inputs)
-        startup.mark("settings")
-        from megatron_ds.training import process  # torch takes seconds to import
 
-        startup.mark("libraries")
-        code = process.train(config, inputs, extensions, life, startup)
-    if code:
-        sys.exit(code)
+def run(
+    extensions: Extensions,
+    words: Sequence[str],
+    life: ProcessLifecycle,
+    *,
+    is_guest: bool = False,
+) -> RunRecord:
+    """Runs one process of a training; see `pretrain`.
+
+    Args:
+        extensions: Parts of the run.
+        words: Flags of pretrain_gpt.py.
+        life: Handles signals and the loss of other processes.
+        is_guest: The run is inside of a program that goes on afterwards, for which problems of the
+            settings are raised instead of printed.
+
+    Raises:
+        SettingsRejected: If there are such problems, and `is_guest`.
+    """
+    startup = StartupTimer(is_guest=is_guest)
+    environment.adopt_ranks()
+    environment.prepare_environment()  # before the checks import libraries
+    config, inputs = _read_settings(words, extensions, life.roll_call, raises=is_guest)
+    if config.runtime.dry_run is not None:
+        if environment.rank() == 0:
+            from megatron_ds.planning import plan_report  # imports torch
+
+            plan_report.print_plan(config, config.runtime.dry_run)
+        return RunRecord()
+    assert inputs is not None
+    rank_log.open_log(config.logging.log_dir)
+    _describe(life.roll_call, config, inputs.plan, inputs)
+    startup.mark("settings")
+    from megatron_ds.training import process  # torch takes seconds to import
+
+    startup.mark("libraries")
+    return process.train(config, inputs, extensions, life, startup)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -71,7 +97,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _read_settings(
-    words: Sequence[str], extensions: Extensions, roll_call: RollCall
+    words: Sequence[str], extensions: Extensions, roll_call: RollCall, *, raises: bool
 ) -> tuple[Config, RunInputs | None]:
     """Reads and checks the settings and what they name.
 
@@ -80,6 +106,7 @@ def _read_settings(
         extensions: Parts of the program.
         roll_call: Roll call of this process, which describes the settings there if it finds
             problems.
+        raises: Raise problems instead of printing them, as a run on several hosts does.
     """
     plans: list[LoadPlan] = []
     opened: list[RunInputs | None] = []
@@ -111,7 +138,7 @@ def _read_settings(
         complete=complete,
         check=check,
         describe=_transfer_lines,
-        raises=environment.spans_hosts(),
+        raises=raises or environment.spans_hosts(),
     )
     return config, next(iter(opened), None)
 

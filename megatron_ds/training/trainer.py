@@ -34,7 +34,7 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.run_phases import RunPhases
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
-from megatron_ds.training.extensions import Callback
+from megatron_ds.training.extensions import Callback, RunControl
 from megatron_ds.training.metrics import Metrics
 from megatron_ds.training.profile.profiling import Profiling
 from megatron_ds.training.rerun import Rerun
@@ -74,6 +74,8 @@ class Trainer:
     """Datasets of the phases after the current one."""
     profiling: Profiling | None = None
     callbacks: Sequence[Callback] = ()
+    control: RunControl | None = None
+    """What the callbacks of the run's program ask for; None if it has none."""
     tasks: TaskEvaluation | None = None
     """--eval-tasks and --eval-only."""
     token_bytes: Tensor | None = None
@@ -157,6 +159,9 @@ class Trainer:
             interval = options.eval_tasks_interval or options.eval_interval
             if _is_due(self.state.iteration, interval, stop):
                 stop = self._evaluate_tasks() or stop
+            if self.control is not None:
+                self.state, asked = self.exits.of_callbacks(self.control, self.state)
+                stop = stop or asked
             if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
                 self.metrics.write_pending()
                 _require_finite_weights(self.engine, self.state, self._finish_saves)
@@ -201,9 +206,10 @@ class Trainer:
         is_first = plan.iteration == self.first_iteration
         warm_up = is_first or self.rerun.was_repeated or _graph_count() > graphs
         self.state = before.advance(plan, result)
-        self.metrics.record(self.state, plan, result, seconds, warm_up)
         for callback in self.callbacks:
             callback.after_step(self.state, result)
+        figures = None if self.control is None else self.control.take_figures()
+        self.metrics.record(self.state, plan, result, seconds, warm_up, figures)
         self.report.after_step(plan.iteration)
         _report_spike(self.config, plan, result)
         if self.skips.limit_reached(result):

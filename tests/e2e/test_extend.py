@@ -39,6 +39,22 @@ from torch.nn.functional import cross_entropy
 from megatron_ds.extend import Extensions, pretrain
 pretrain(Extensions(loss=lambda logits, labels: cross_entropy(logits, labels, reduction="none")))
 """
+CONTROL = """
+import sys
+from megatron_ds.extend import Callback, Extensions, pretrain
+
+class Control(Callback):
+    def after_step(self, state, result):
+        rank = int(__import__("os").environ["RANK"])
+        if state.iteration == 2:
+            self.control.learning_rate_factor = FACTOR
+        self.control.log(own_figure=10 * state.iteration)
+        if state.iteration == STOP and rank == 1:
+            self.control.stop("seen enough")
+
+record = pretrain(Extensions(callbacks=[Control()]))
+print(f"record {record.status:d} {[*record.iterations]} {record.checkpoint}")
+"""
 
 
 def test_examples_are_short() -> None:
@@ -69,6 +85,47 @@ def test_a_callback_is_called_on_every_rank(
     known = [(one["validation_loss"], one["iteration"]) for one in evaluations(tmp_path)[:3]]
     loss, iteration = min(known)
     assert (tmp_path / "best.txt").read_text() == f"{iteration} {loss}\n"
+
+
+def test_callbacks_change_the_rate_stop_the_run_and_log_figures(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Claim (extension): callbacks scale the learning rate, log figures, and stop a run from one
+    rank; a resumed run keeps the factor bit for bit, with the callback and without"""
+    settings = {**base, "global_batch_size": 4, "train_iters": 6, "lr_decay_style": "linear"}
+    script = tmp_path / "own.py"
+    script.write_text(CONTROL.replace("FACTOR", "0.3").replace("STOP", "99"))
+    whole = tmp_path / "whole"
+    launcher.start({**settings, "save": whole}, script=script, ranks=2).succeed()
+    stopping = tmp_path / "stopping.py"
+    stopping.write_text(CONTROL.replace("FACTOR", "0.3").replace("STOP", "4"))
+    parts = tmp_path / "parts"
+    output = launcher.start({**settings, "save": parts}, script=stopping, ranks=2).succeed()
+    assert f"record 0 [1, 2, 3, 4] {parts / 'global_step4'}" in output
+    assert "exiting program at iteration 4 for a callback" in output
+    launcher.start({**settings, "save": parts, "load": parts}, ranks=2).succeed()
+
+    assert losses(parts) == losses(whole)
+    assert not checkpoint_differences(parts / "global_step6", whole / "global_step6")
+    rates = [step["learning_rate"] for step in steps(whole)]
+    plain = [settings["lr"] * (1 - iteration / 6) for iteration in range(6)]
+    assert rates == pytest.approx([*plain[:2], *(0.3 * rate for rate in plain[2:])])
+    assert [step["own_figure"] for step in steps(whole)] == [10, 20, 30, 40, 50, 60]
+
+
+def test_ranks_that_set_different_factors_end_the_run(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Claim (extension): ranks whose callbacks set different factors of the learning rate end with
+    an error"""
+    script = tmp_path / "own.py"
+    script.write_text(CONTROL.replace("FACTOR", "0.5 + rank").replace("STOP", "99"))
+    settings = {**base, "global_batch_size": 4, "train_iters": 6, "save": tmp_path / "run"}
+    result = launcher.start(settings, script=script, ranks=2).wait()
+    assert set(result.codes) == {1}
+    assert "[learning-rate-factors-differ]" in result.output
+    assert "from 0.5 to 1.5" in result.output
+    assert not list((tmp_path / "run").glob("global_step*"))
 
 
 def test_a_part_that_does_not_fit_is_a_problem_before_the_start(

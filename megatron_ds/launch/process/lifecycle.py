@@ -47,7 +47,7 @@ from megatron_ds.launch.process.rank_end import POLL_S, RankEnd
 from megatron_ds.launch.process.stop_request import SIGNALS, StopReason, StopRequest
 from megatron_ds.launch.process.time_limits import call_with_timeout, end_process, say, wait_until
 from megatron_ds.launch.ranks import launched_hosts
-from megatron_ds.launch.ranks.distributed import ExitBoard
+from megatron_ds.launch.ranks.distributed import ExitBoard, destroy_process_group
 from megatron_ds.launch.ranks.launched_hosts import LaunchWatch
 from megatron_ds.launch.ranks.roll_call import ANSWER_S, FAILURE_GRACE_S, RollCall
 from megatron_ds.launch.watch.hang_watch import (
@@ -114,6 +114,8 @@ class ProcessLifecycle:
         self._wakeup, self._wakeup_writer = socket.socketpair()
         # Held by the thread that ends the process; never released.
         self._exit_lock = threading.Lock()
+        self._has_left = threading.Event()
+        self._wakeup_before = -1
 
     def begin(self) -> None:
         """Installs signal handlers and starts the monitor thread.
@@ -122,7 +124,8 @@ class ProcessLifecycle:
         """
         catalogue()  # a process that fails may no longer be able to open files
         self._wakeup_writer.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
+        writer = self._wakeup_writer.fileno()
+        self._wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
@@ -196,6 +199,12 @@ class ProcessLifecycle:
         if self._board_thread is not None:
             self._board_thread.join(GRACE_S)
 
+    def leave(self) -> None:
+        """Stops watching: the process goes on with something else."""
+        self._finished.set()
+        self._has_left.set()
+        signal.set_wakeup_fd(self._wakeup_before)
+
     def exit_with_error(self, error: BaseException) -> NoReturn:
         """Reports the error, informs the other ranks and ends this process.
 
@@ -257,7 +266,7 @@ class ProcessLifecycle:
             end_process(ExitCode.ERROR)
 
     def _monitor_loop(self) -> None:
-        while True:
+        while not self._has_left.is_set():
             readable, _, _ = select.select([self._wakeup], [], [], POLL_S)
             for signum in self._wakeup.recv(64) if readable else b"":
                 if signum in SIGNALS:
@@ -374,6 +383,31 @@ def process_lifecycle() -> Iterator[ProcessLifecycle]:
         yield lifecycle
     except BaseException as error:
         lifecycle.exit_with_error(error)
+
+
+@contextmanager
+def guest_lifecycle() -> Iterator[ProcessLifecycle]:
+    """Runs the body as the only rank of a run inside of a program that goes on, such as a notebook.
+
+    Exceptions are raised, signals have their handlers again afterwards, and the variables of ranks
+    their values. Ctrl-C ends the run after the step, with a checkpoint.
+
+    Raises:
+        KeyboardInterrupt: At Ctrl-C before the first step.
+    """
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    lifecycle = ProcessLifecycle()
+    with environment.unchanged_ranks():
+        try:
+            lifecycle.begin()
+            yield lifecycle
+        except _StartupInterrupted:
+            raise KeyboardInterrupt from None
+        finally:
+            lifecycle.leave()
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+            destroy_process_group()
 
 
 def _ignore_signals() -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch.nn.functional as F
 
-from megatron_ds.extend import Callback, Config, Extensions, Logger, TrainState
+from megatron_ds.extend import (
+    Callback,
+    Config,
+    Extensions,
+    Logger,
+    RunControl,
+    StepResult,
+    TrainState,
+)
+from megatron_ds.train_state import StepPlan
 from tests import public_names
+from tests.problems import raises_problem
 
 
 class OwnLogger(Logger):
@@ -48,3 +59,35 @@ def test_other_parts_are_problems(field: str, value: Any, code: str) -> None:
     start, with all other problems"""
     (problem,) = Extensions(**{field: value}).problems()
     assert problem.code == code
+
+
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
+def test_a_factor_that_is_no_factor_is_refused(value: float) -> None:
+    control = RunControl()
+    with raises_problem("bad-learning-rate-factor"):
+        control.learning_rate_factor = value
+    assert control.learning_rate_factor == 1.0
+
+
+def test_figures_are_taken_once_and_have_names_of_their_own() -> None:
+    control = RunControl()
+    control.log(mine=1, other=2.5)
+    control.log(mine=3)
+    assert control.take_figures() == {"mine": 3.0, "other": 2.5}
+    assert control.take_figures() == {}
+    with raises_problem("figure-name-taken", contains="lm_loss"):
+        control.log(lm_loss=1.0)
+
+
+def test_a_factor_is_kept_by_steps_stages_and_files() -> None:
+    state = TrainState(iteration=3, learning_rate_factor=0.1)
+    plan = StepPlan(4, 8, 1, lr=1.0, weight_decay=0.0, seq_length=2)
+    after = state.advance(plan, StepResult(loss=1.0, grad_norm=None))
+    for one in (
+        after,
+        after.next_stage(),
+        TrainState.from_dict(json.loads(json.dumps(after.to_dict()))),
+    ):
+        assert one.learning_rate_factor == 0.1
+    assert state.restarted().learning_rate_factor == 1.0
+    assert "learning_rate_factor" not in TrainState().to_dict()

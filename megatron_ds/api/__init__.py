@@ -1,0 +1,1 @@
+"""What `import megatron_ds` offers to Python programs and notebooks: models, trainings, plans."""
