@@ -131,10 +131,8 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_end(self.state)
             self.metrics.close()
-        if stop is not None:
-            return stop.code
         losses = [result.loss for result in self._validation[1].values()]
-        return self.skips.code_at_the_end(self.first_iteration, losses)
+        return stop.code if stop else self.skips.code_at_the_end(self.first_iteration, losses)
 
     def _train(self, stop: StopDecision | None) -> StopDecision | None:
         """Trains until the last iteration, or until there is a reason to stop, which it returns."""
