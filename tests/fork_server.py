@@ -303,6 +303,14 @@ def fork_server(modules: list[str], requests: str, answers: str) -> int:
     return pid
 
 
+def ask_for_the_processor_once() -> None:
+    """DeepSpeed asks whenever it builds an optimizer on the host, which starts programs."""
+    import cpuinfo
+
+    facts = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: dict(facts)
+
+
 def import_and_freeze(modules: Sequence[str]) -> None:
     """Collections in the forked processes skip, and do not copy, what is imported here."""
     for name in modules:
@@ -381,6 +389,7 @@ def main() -> None:
     from megatron_ds.launch import environment
 
     environment.prepare_environment()
+    ask_for_the_processor_once()
     problems.catalogue()
     flags.training_flags().find("")  # their tables, which every run reads
     import_and_freeze(PRELOADED)

@@ -111,6 +111,9 @@ class _FolderRequest(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_content: bool) -> None:
         time.sleep(self.server.latency)
+        if "list-type=2" in self.path:
+            self._list_nothing()
+            return
         name = self.path.split("/", 2)[2]
         self.server.requests.append(name if with_content else f"HEAD {name}")
         path = self.server.folder / name
@@ -136,6 +139,15 @@ class _FolderRequest(BaseHTTPRequestHandler):
         if with_content:
             with path.open("rb") as file:
                 self.wfile.write(os.pread(file.fileno(), end - first, first))
+
+    def _list_nothing(self) -> None:
+        """A listing without objects. Clients repeat one without an answer for many seconds."""
+        content = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+        self.send_response(200)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
 
 def _create_bucket(address: str) -> bool:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, SupportsFloat
 from unittest import mock
 
-import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -83,8 +82,6 @@ class Meshes(dict[int, Mesh]):
 
 def prepare() -> Meshes:
     """Prepares a rank of `run_ranks` for engines."""
-    # DeepSpeed asks for it whenever it builds an optimizer on the host, which takes a second.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("ERROR")
     # Ranges for a profiler of CUDA, in each of DeepSpeed's functions.

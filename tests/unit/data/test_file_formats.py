@@ -29,7 +29,12 @@ from tests.foreign_files import CASES, input_code, is_imported, saved_dataset
 from tests.import_graph import REPOSITORY
 from tests.object_server import BUCKET, s3_server
 from tests.problems import codes, raises_problem
+from tests.proofs.cases import with_proofs
 from tests.token_files import write_pair
+
+ONE_OF_EACH = list({case.holds: name for name, case in CASES.items()}.values())
+"""A case of each kind of content."""
+REST = [name for name in CASES if name not in ONE_OF_EACH]
 
 
 def problems_of_data(*paths: str) -> list[Problem]:
@@ -92,14 +97,18 @@ def test_urls_are_refused_as_paths_are(case: str, store: str) -> None:
     check_urls(case, store)
 
 
+@pytest.mark.parametrize("cases", with_proofs([(ONE_OF_EACH,), (REST,)], [(REST,)]))
 def test_urls_of_a_server_are_refused_as_paths_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cases: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """By the client of S3, with no line about files next to them that do not exist."""
     with s3_server(tmp_path / "log") as variables:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        for number, case in enumerate(CASES):
+        for number, case in enumerate(cases):
             check_urls(case, f"s3://{BUCKET}/{number}")
         url = f"s3://{BUCKET}/text/a.jsonl"
         ObjectStore(f"s3://{BUCKET}/text").write("a.jsonl", b'{"text": "x"}')
