@@ -210,6 +210,7 @@ class RunLock:
         self._file = file
         self._content = lease.content
         self._ownership = Ownership(file, lease, clock)
+        self._reading = threading.Lock()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._touch_regularly, name="run lock", daemon=True)
         self._thread.start()
@@ -224,9 +225,11 @@ class RunLock:
         """
         if self._released.is_set():
             return False
-        if not self._ownership.is_held():
-            return False
-        return self._file.read() == self._content or self._file.create(self._content)
+        # What one thread is about to write would look like the file of another run to the other.
+        with self._reading:
+            if not self._ownership.is_held():
+                return False
+            return self._file.read() == self._content or self._file.create(self._content)
 
     def release(self) -> None:
         self._released.set()

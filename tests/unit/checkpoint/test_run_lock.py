@@ -254,6 +254,32 @@ def test_a_run_that_lost_its_folder_leaves_it_to_the_new_owner(
     assert (folder / LOCK).read_text() == "of another run"
 
 
+def test_a_heartbeat_while_a_save_creates_the_deleted_file_again_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    class SlowFile(run_lock.FolderLockFile):
+        """Writes some time after it has created the file, as on a busy file system."""
+
+        def create(self, content: bytes) -> bool:
+            if (tmp_path / LOCK).exists():
+                return False
+            (tmp_path / LOCK).touch()
+            time.sleep(0.3)
+            (tmp_path / LOCK).write_bytes(content)
+            return True
+
+    lock = run_lock.RunLock(SlowFile(tmp_path / LOCK), run_lock.Lease(b"this run", 1000.0, 1000.0))
+    held: list[bool] = []
+    threads = [threading.Thread(target=lambda: held.append(lock.is_held())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert held == [True, True]
+    lock.release()
+
+
 def test_a_heartbeat_notices_that_another_run_has_the_folder(tmp_path: Path) -> None:
     lock = acquire(tmp_path, print)
     lost = threading.Event()
