@@ -46,6 +46,7 @@ PROOFS = (
     ROWS[4],
     *ROWS[7:9],
     ROWS[13],
+    ROWS[17],
     ROWS[19],
     ROWS[21],
     *(case for case in OF_MATRICES if case.world == 2),
