@@ -12,6 +12,7 @@ from megatron_ds.config.options.checkpoint import FORMATS as NAMES
 from megatron_ds.config.problems import Problem, UserError, ignore, user_error
 from megatron_ds.conversion.foreign.recognition import find_foreign
 from megatron_ds.conversion.foreign.trainers import detect_trainer
+from megatron_ds.conversion.gguf.read_write import open_gguf, write_gguf
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
 from megatron_ds.conversion.inspect.verify import (
     Verification,
@@ -47,7 +48,7 @@ from megatron_ds.conversion.trainers.litgpt import open_litgpt
 from megatron_ds.conversion.trainers.olmo_core import open_olmo_core
 from megatron_ds.conversion.trainers.torchtitan import open_torchtitan
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
-from megatron_ds.conversion.weights_locations import is_hf, is_weights_folder
+from megatron_ds.conversion.weights_locations import is_gguf, is_hf, is_weights_folder
 
 Warn = Callable[[str], None]
 AUTO = "auto"
@@ -92,6 +93,7 @@ FORMATS = (
     Format("native", is_native, open_native, verify_save_folder),
     Format("native", is_weights_folder, open_weights_folder, verify_manifest, write_weights_folder),
     Format("hf", is_hf, open_hf, verify_tensors, write_hf),
+    Format("gguf", is_gguf, open_gguf, verify_tensors, write_gguf),
 )
 """Formats in the order in which they are tried. A folder of weights may have become the --save
 folder of a training, whose checkpoints are then the newer ones."""

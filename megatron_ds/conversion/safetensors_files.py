@@ -150,14 +150,14 @@ def _write_file(path: Path, tensors: TensorReaders, on_tensor: OnTensor) -> File
 
     with name_in_errors(path), open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         write(len(text).to_bytes(8, "little") + text)
-        for (name, tensor), data in zip(ordered, _read_ahead(pool, ordered), strict=True):
+        for (name, tensor), data in zip(ordered, read_ahead(pool, ordered), strict=True):
             write(data)
             on_tensor(name, tensor.nbytes)
         os.fsync(file.fileno())
     return FileRecord(size, digest.hexdigest())
 
 
-def _read_ahead(pool: Executor, tensors: Iterable[tuple[str, TensorReader]]) -> Iterator[Any]:
+def read_ahead(pool: Executor, tensors: Iterable[tuple[str, TensorReader]]) -> Iterator[Any]:
     """The bytes of the tensors. While one is written the next ones are read: one of any size, or
     several that have `READ_AHEAD_BYTES` together."""
     pending: deque[tuple[int, Future[Any]]] = deque()

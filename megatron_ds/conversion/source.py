@@ -236,6 +236,8 @@ class WriteOptions:
     adam: str = "fused"
     """Implementation of Adam that loads the states of a training run: "fused", of Transformer
     Engine or apex, or "torch", torch's AdamW."""
+    quantization: str | None = None
+    """Type of the quantized matrices of a gguf target, q8_0. None: the type of the weights."""
     shard_bytes: int = SHARD_BYTES
     warn: Callable[[str], None] = ignore
     """Called with each warning."""

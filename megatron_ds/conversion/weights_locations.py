@@ -14,6 +14,9 @@ SETTINGS = "weights.json"
 """File of a native folder of weights with the options of its model."""
 HF_CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"
+GGUF = b"GGUF"
+"""First bytes of a file of llama.cpp."""
+GGUF_ENDING = ".gguf"
 
 
 def is_weights_folder(path: Path) -> bool:
@@ -29,6 +32,23 @@ def is_hf(path: Path) -> bool:
         return False
 
 
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file at a path, or the only one in a folder."""
+    files = [path] if path.is_file() else sorted(path.glob(f"*{GGUF_ENDING}"))
+    if len(files) != 1 or not files[0].is_file():
+        return None
+    try:
+        with open(files[0], "rb") as file:
+            return files[0] if file.read(len(GGUF)) == GGUF else None
+    except OSError:
+        return None
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, or a folder with one and no other."""
+    return gguf_file(path) is not None
+
+
 def is_trainer_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint of transformers' Trainer with the weights of the model.
 
@@ -42,4 +62,6 @@ def has_weights(path: Path) -> bool:
     """Whether a folder has weights alone, and no checkpoints of a run that saves to it."""
     if is_trainer_checkpoint(path):
         return True
-    return not list_checkpoints(path) and (is_weights_folder(path) or is_hf(path))
+    if list_checkpoints(path):
+        return False
+    return is_weights_folder(path) or is_hf(path) or is_gguf(path)

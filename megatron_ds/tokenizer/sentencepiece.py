@@ -52,7 +52,11 @@ class SentencePieceTokenizer(Tokenizer):
         ids = {"eos_token": self.eod, "bos_token": self.bos, "unk_token": self._model.unk_id()}
         ids |= {"pad_token": self._model.pad_id()}
         return ExportedTokenizer(
-            library, _names(self._model, ids), keeps_special_text=True, scores=_scores(library)
+            library,
+            _names(self._model, ids),
+            keeps_special_text=True,
+            scores=_scores(library),
+            sentencepiece=proto,
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -122,7 +126,7 @@ class SentencePieceWithSpecialTokens(Tokenizer):
         pad = self._model.id_to_piece(pad) if (pad := self._model.pad_id()) >= 0 else "<PAD>"
         names = {"eos_token": "<EOD>", "pad_token": pad}
         names |= {"cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK>"}
-        return ExportedTokenizer(library, names, scores=_scores(library))
+        return ExportedTokenizer(library, names, scores=_scores(library), sentencepiece=proto)
 
     def decode(self, ids: Sequence[int]) -> str:
         parts = []

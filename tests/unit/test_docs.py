@@ -285,7 +285,7 @@ def test_the_families_of_the_model_page_have_the_flags_that_conversion_reads() -
     for name, flags in rows:
         family = FAMILIES[name]
         values = standard_values({**SMALL_CONFIG, "model_type": name}, family)
-        read = settings_of(family, ConfigValues(Path(), values)).model
+        read = settings_of(family.rows, ConfigValues(Path(), values)).model
         config, _ = build_config(
             shlex.split(flags), world_size=1, warn=lambda text: pytest.fail(str(text))
         )

@@ -20,11 +20,11 @@ LOAD = when(load=ANY_VALUE)
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 TRAINERS = ("torchtitan", "olmo_core", "litgpt")
 """Formats of the checkpoints of other trainers."""
-FORMATS = ("native", "universal", "hf", "megatron", "torch_dist", *TRAINERS)
+FORMATS = ("native", "universal", "hf", "megatron", "torch_dist", "gguf", *TRAINERS)
 """Formats that --load can name before the folder, as in hf:FOLDER."""
 REFUSED_FORMATS = ("nanochat",)
 """Formats that it can name, too, whose models have parts that do not exist here."""
-WRITTEN_FORMATS = ("native", "universal", "hf", "megatron", "torch_dist")
+WRITTEN_FORMATS = ("native", "universal", "hf", "megatron", "torch_dist", "gguf")
 """Formats of tools/convert_checkpoint.py --to."""
 FORMAT_SYNONYMS = {"huggingface": "hf", "transformers": "hf", "torch-dist": "torch_dist"}
 

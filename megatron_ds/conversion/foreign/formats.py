@@ -23,7 +23,6 @@ from megatron_ds.conversion.foreign.contents import (
     tensor_names,
 )
 
-GGUF = b"GGUF"
 LLM_C = (20240326).to_bytes(4, "little")
 """First number in a model file of llm.c."""
 INDEX = ".metadata"
@@ -197,10 +196,6 @@ def _mistral(contents: FolderContents) -> Path | None:
     return contents.first(r"consolidated(-\d+-of-\d+)?\.safetensors")
 
 
-def _gguf(contents: FolderContents) -> Path | None:
-    return _first(contents.matching(r".*\.gguf"), lambda path: starts_with(path, GGUF))
-
-
 def _mlx_numpy(contents: FolderContents) -> Path | None:
     return contents.first(r"weights(\.\d+)?\.npz")
 
@@ -364,7 +359,6 @@ CERTAIN = (
     ForeignFormat("foreign-orbax", "Orbax", _orbax),
     ForeignFormat("foreign-meta", "Meta's Llama", _meta),
     ForeignFormat("foreign-mistral", "Mistral's own files", _mistral),
-    ForeignFormat("foreign-gguf", "GGUF", _gguf),
     ForeignFormat("foreign-mlx-adapter", "MLX, adapters", _mlx_adapter),
     ForeignFormat("foreign-mlx-numpy", "MLX, numpy's format", _mlx_numpy),
     ForeignFormat("foreign-tensorflow", "TensorFlow and Flax", _tensorflow),

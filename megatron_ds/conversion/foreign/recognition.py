@@ -20,7 +20,7 @@ from megatron_ds.conversion.foreign.contents import FolderContents
 from megatron_ds.conversion.foreign.formats import ALIKE, CERTAIN, GENERAL, ForeignFormat
 from megatron_ds.conversion.foreign.trainers import detect_trainer, is_own
 from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, detect_megatron
-from megatron_ds.conversion.weights_locations import HF
+from megatron_ds.conversion.weights_locations import HF, is_gguf
 
 DEPTH = 2
 """Levels of folders below one, in which checkpoints are looked for: OUTPUT/checkpoint/step-10."""
@@ -47,6 +47,8 @@ def find_foreign(
         None if the folder has a checkpoint that is read, or none of a known program.
     """
     shown = path if shown is None else shown
+    if path.is_file() and is_gguf(path):
+        return None
     if path.is_file():
         return _find_file(path, shown)
     return find_foreign_in(path, detect_megatron(path), shown, name=name, depth=depth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from megatron_ds.config.fields import field_problems
 from megatron_ds.config.model.layer_pattern import MAX_LAYERS
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
-from megatron_ds.conversion.huggingface.config_rows import EXPERT_FIELDS, ConfigValues
+from megatron_ds.conversion.huggingface.config_rows import EXPERT_FIELDS, ConfigValues, Row
 from megatron_ds.conversion.huggingface.families import FAMILIES, LACKING, Family
 from megatron_ds.conversion.huggingface.standard_values import refuse_unused, standard_values
 from megatron_ds.conversion.model_settings import ModelSettings, read_json_object
@@ -69,7 +70,7 @@ def read_settings(path: Path, lacking: list[str] | None = None) -> DescribedMode
         count = config.values.get(key)
         if isinstance(count, int | float) and count > largest:
             raise config.unusable(key, count, f"at most {largest}")
-    settings = settings_of(family, config)
+    settings = settings_of(family.rows, config)
     unknown = sorted(refuse_unused(config, family))
     for key in ("quantization_config", "transformers_weights"):
         if values.get(key) is not None:
@@ -95,15 +96,15 @@ def read_settings(path: Path, lacking: list[str] | None = None) -> DescribedMode
     return DescribedModel(family, settings, (note,))
 
 
-def settings_of(family: Family, config: ConfigValues) -> ModelSettings:
+def settings_of(rows: Sequence[Row], config: ConfigValues) -> ModelSettings:
     """The settings that a config.json means; `config.lacking` has what they lack.
 
     Args:
-        family: Family of the model.
+        rows: Rows of the family of the model.
         config: The values that `standard_values` returns.
     """
     fields: dict[str, Any] = {}
-    for row in family.rows:
+    for row in rows:
         fields |= row.read(config)
     moe = MoEConfig(**{name: fields.pop(name) for name in EXPERT_FIELDS & fields.keys()})
     model = ModelConfig(**fields)

@@ -175,7 +175,7 @@ def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, di
     Raises:
         UserError: If no family, or not the given one, has the parts of the model.
     """
-    settings = _canonical(with_positions(source.settings))
+    settings = canonical_settings(with_positions(source.settings))
     kinds = [model_type] if model_type is not None else [settings.model_type, *FAMILIES]
     tried = []
     for choice in dict.fromkeys(entry for entry in kinds if entry is not None):
@@ -431,7 +431,7 @@ def _remove_copy(tensors: dict[str, TensorReader], head: str, table: str, path: 
         raise user_error("hf-tied-weights-differ", path=path, head=head, table=table)
 
 
-def _canonical(settings: ModelSettings) -> ModelSettings:
+def canonical_settings(settings: ModelSettings) -> ModelSettings:
     """The settings with one of several spellings of the same model."""
     fixed = {**settings.fixed}
     model = settings.model
@@ -449,7 +449,7 @@ def _differences(family: Family, values: Mapping[str, Any], settings: ModelSetti
     """Parts that a family cannot express: where a config.json read back is another model."""
     config = ConfigValues(Path(HF_CONFIG), standard_values(values, family))
     try:
-        read = settings_of(family, config)
+        read = settings_of(family.rows, config)
     except UserError as error:
         return str(error)
     if config.lacking:

@@ -113,7 +113,7 @@ def tokenizer_files(
         warn(Problem("hf-tokenizer-unchecked", path=config.tokenizer_model, why="it has code"))
         return TokenizerFiles(copies)
     try:
-        tokenizer = build_tokenizer(config, _vocab_size(settings))
+        tokenizer = build_tokenizer(config, tokenizer_vocab_size(settings))
         exported = tokenizer.exported()
     except UserError as error:
         if not is_hf:
@@ -121,13 +121,7 @@ def tokenizer_files(
             return TokenizerFiles()
         warn(Problem("hf-tokenizer-unchecked", path=config.tokenizer_model, why=str(error)))
         return TokenizerFiles(copies)
-    begins = tokenizer.adds_bos or config.tokenizer_type == "Llama2Tokenizer"
-    if is_hf and tokenizer.bos is not None and data is not None:
-        first = first_token(data)
-        if first is not None:
-            begins = first == tokenizer.bos
-        elif begins:
-            warn(Problem("hf-begin-token-unknown", token=exported.special["bos_token"]))
+    begins = begins_texts(config, tokenizer, exported, data, warn)
     has_template = is_hf and begins == tokenizer.adds_bos
     files = _files(config, exported, copies, begins=begins, has_template=has_template)
     ids = {
@@ -143,6 +137,33 @@ def tokenizer_files(
     if name := CLASS_OF_FAMILY.get(model_type):
         _check_class(tokenizer, files, model_type, name, warn)
     return TokenizerFiles(files, ids)
+
+
+def begins_texts(
+    config: TokenizerConfig,
+    tokenizer: Tokenizer,
+    exported: ExportedTokenizer,
+    data: Mapping[str, Any] | None,
+    warn: Callable[[Problem], None],
+) -> bool:
+    """Whether the texts of a run begin with the begin token.
+
+    Args:
+        config: Its tokenizer.
+        tokenizer: The same, built.
+        exported: The same, exported.
+        data: Values by field of `DataConfig` of the run; None for another model.
+        warn: Called if its data cannot be read.
+    """
+    begins = tokenizer.adds_bos or config.tokenizer_type == "Llama2Tokenizer"
+    is_hf = config.tokenizer_type == "HFTokenizer"
+    if is_hf and tokenizer.bos is not None and data is not None:
+        first = first_token(data)
+        if first is not None:
+            begins = first == tokenizer.bos
+        elif begins:
+            warn(Problem("hf-begin-token-unknown", token=exported.special["bos_token"]))
+    return begins
 
 
 def first_token(data: Mapping[str, Any]) -> int | None:
@@ -176,7 +197,7 @@ def first_token(data: Mapping[str, Any]) -> int | None:
     return (first.pop() if len(first) == 1 else -1) if first else None
 
 
-def _vocab_size(settings: ModelSettings) -> int | None:
+def tokenizer_vocab_size(settings: ModelSettings) -> int | None:
     """--vocab-size, to which a TikTokenizer is truncated."""
     is_tiktoken = settings.tokenizer.get("tokenizer_type") == "TikTokenizer"
     return settings.model.vocab_size if is_tiktoken else None

@@ -15,7 +15,7 @@ from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.problems import Problem, raise_if_any
 from megatron_ds.engine.ds_config.fields import as_flag
 from megatron_ds.launch.output import print_error
-from megatron_ds.loading.programs.convert_options import MEGATRON_FORMATS, Options
+from megatron_ds.loading.programs.convert_options import MEGATRON_FORMATS, QUANTIZED, Options
 
 
 def convert_checkpoint(options: Options) -> None:
@@ -40,7 +40,7 @@ def convert_checkpoint(options: Options) -> None:
     reading = ReadOptions(
         print_error,
         optimizer=has_states,
-        masters=options.dtype == "fp32",
+        masters=options.dtype in ("fp32", QUANTIZED),
         model=dataclasses.asdict(options.model),
         given=options.given,
     )
@@ -48,7 +48,7 @@ def convert_checkpoint(options: Options) -> None:
     raise_if_any(_contradictions(options, source.settings.fixed, folder))
     if has_states:
         source = with_training(source)
-    source = source.to(None if options.dtype is None else DTYPES[options.dtype])
+    source = source.to(DTYPES.get(options.dtype or ""))
     target = Path(options.save)
     writing = WriteOptions(
         options.hf_model_type,
@@ -56,6 +56,7 @@ def convert_checkpoint(options: Options) -> None:
         pp_size=options.target_pipeline_parallel_size,
         ep_size=options.target_expert_parallel_size,
         adam=options.target_adam,
+        quantization=QUANTIZED if options.dtype == QUANTIZED else None,
         warn=print_error,
     )
     total = source.nbytes

@@ -18,10 +18,12 @@ from megatron_ds.config.options.checkpoint import (
 )
 from megatron_ds.config.problems import Problem
 from megatron_ds.conversion.foreign.recognition import location_problems
+from megatron_ds.conversion.weights_locations import GGUF_ENDING
 
 MEGATRON_FORMATS = ("megatron", "torch_dist")
 MEGATRON = when(target_format=MEGATRON_FORMATS)
 format_field = functools.partial(option_field, synonyms=FORMAT_SYNONYMS)
+QUANTIZED = "q8_0"
 MODEL_TYPES = (
     "gpt2",
     "llama",
@@ -72,28 +74,30 @@ class Options:
     """Converts the weights of a checkpoint to another format, on the CPU, one tensor at a time.
 
     Formats: native, a checkpoint of a run or a folder of weights alone; hf, a model of Hugging
-    Face's transformers; megatron, a checkpoint of Megatron-LM, as input also of Megatron-DeepSpeed;
-    torch_dist, a checkpoint of Megatron Core; universal, weights and optimizer states of a run
-    as DeepSpeed's full tensors, as output of checkpoints of this program. The output folder appears
-    complete or not at all. torchtitan, olmo_core and litgpt are other trainers' weights. A native
-    output is a folder of weights: --load of a run starts from it, and the server loads it, on every
-    layout.
+    Face's transformers; gguf, a file of llama.cpp; megatron, a checkpoint of Megatron-LM, as input
+    also of Megatron-DeepSpeed; torch_dist, a checkpoint of Megatron Core; universal, weights and
+    optimizer states of a run as DeepSpeed's full tensors, as output of checkpoints of this program.
+    The output appears complete or not at all. torchtitan, olmo_core and litgpt are other trainers'
+    weights. A native output is a folder of weights: --load of a run starts from it, and the server
+    loads it, on every layout.
     """
 
     PROGRAM: ClassVar[str] = "convert_checkpoint.py"
 
     load: str = option_field("", metavar="FOLDER", required=True)
-    """Folder to convert, a URL such as s3://BUCKET/FOLDER, or hf:OWNER/NAME on the Hub."""
+    """Folder to convert, a URL such as s3://BUCKET/FOLDER, hf:OWNER/NAME on the Hub, or a .gguf
+    file."""
     save: str = option_field("", metavar="FOLDER", required=True)
-    """New folder of the converted weights."""
+    """New folder of the converted weights; of a gguf output, a new .gguf file."""
     source_format: str = format_field(
         "auto", flag="from", choices=("auto", *FORMATS, *REFUSED_FORMATS)
     )
     """Format of --load."""
     target_format: str = format_field("", flag="to", choices=WRITTEN_FORMATS, required=True)
     """Format of --save."""
-    dtype: str | None = option_field(None, choices=("fp32", "bf16", "fp16"))
-    """Type of the weights (default: as they are)."""
+    dtype: str | None = option_field(None, choices=("fp32", "bf16", "fp16", QUANTIZED))
+    """Type of the weights (default: as they are); q8_0, of a gguf output, has 8 bits with a scale
+    of 32 elements each for matrices."""
     hf_model_type: str | None = option_field(
         None, choices=MODEL_TYPES, only_with=when(target_format="hf")
     )
@@ -140,3 +144,9 @@ class Options:
         yield from location_problems(self.load, self.source_format)
         if self.target_format == "universal" and self.dtype is not None:
             yield Problem("universal-dtype")
+        if self.dtype == QUANTIZED and self.target_format != "gguf":
+            yield Problem("quantized-without-gguf")
+        if self.dtype == QUANTIZED and self.verify:
+            yield Problem("quantized-not-verified")
+        if self.target_format == "gguf" and self.save and not self.save.endswith(GGUF_ENDING):
+            yield Problem("gguf-file-name", settings=self)

@@ -27,6 +27,8 @@ class ExportedTokenizer:
     """Whether the text of a special token inside a document is encoded as ordinary text."""
     scores: Sequence[float] = ()
     """Scores of the tokens by id, of a Unigram model."""
+    sentencepiece: Any = None
+    """The protocol buffer of the SentencePiece model that it was made from."""
 
     def to_json(self, begin: str | None) -> str:
         """Content of the tokenizer.json.

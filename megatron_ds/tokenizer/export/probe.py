@@ -59,12 +59,22 @@ def check_export(
         begins: Whether each text begins with the begin token.
 
     Returns:
-        Warnings about texts in which names of special tokens, or sums of scores that are equal up
-        to rounding, give other ids.
+        The warnings of `compare_export`.
 
     Raises:
-        UserError: If another text gives other ids; shows the first one.
+        UserError: If ordinary text gives other ids; shows the first one.
     """
+    difference, warnings = compare_export(tokenizer, exported, content, begins=begins)
+    if difference is not None:
+        raise user_error("exported-tokenizer-differs", **difference.values)
+    return warnings
+
+
+def compare_export(
+    tokenizer: Tokenizer, exported: ExportedTokenizer, content: str, *, begins: bool
+) -> tuple[Difference | None, list[Problem]]:
+    """The first ordinary text with other ids, and warnings about texts in which names of special
+    tokens, or sums of scores that are equal up to rounding, give other ids; see `check_export`."""
     library = read_back(content, keeps_special_text=exported.keeps_special_text)
     special = special_names(library)
     names = re.compile("|".join(map(re.escape, special))) if special else None
@@ -76,8 +86,7 @@ def check_export(
     texts = [text for text in (*_edges(), *pieces) if not has_name(text)]
     differences = list(_differences(tokenizer, library, texts, begins=begins))
     rounded = [one for one in differences if _same_score(exported.scores, one)]
-    if other := [one for one in differences if one not in rounded]:
-        raise user_error("exported-tokenizer-differs", **other[0].values)
+    other = next((one for one in differences if one not in rounded), None)
     warnings = []
     if rounded:
         warnings.append(Problem("exported-tokenizer-rounds", **rounded[0].values))
@@ -88,7 +97,7 @@ def check_export(
         if not _same_score(exported.scores, one):
             warnings.append(Problem("exported-tokenizer-special-text", **one.values))
             break
-    return warnings
+    return other, warnings
 
 
 def first_difference(tokenizer: Tokenizer, other: Tokenizer) -> Difference | None:
@@ -129,6 +138,12 @@ def _same_score(scores: Sequence[float], difference: Difference) -> bool:
     return math.isclose(*sums, rel_tol=SAME_SCORE)
 
 
+def decoded_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Texts of the tokens that are complete characters."""
+    tokens = [tokenizer.decode([index]) for index in range(tokenizer.vocab_size)]
+    return [token for token in tokens if token and "\ufffd" not in token]
+
+
 def _edges() -> Iterable[str]:
     lines = [line for text in EDGES for line in text.split("\n")]
     blanks = [f"{' ' * left}x{' ' * right}y" for left in range(4) for right in (1, 2, 7)]
@@ -138,8 +153,7 @@ def _edges() -> Iterable[str]:
 
 def _pieces(tokenizer: Tokenizer) -> list[str]:
     """Texts in which each token occurs, alone and next to others."""
-    tokens = [tokenizer.decode([index]) for index in range(tokenizer.vocab_size)]
-    tokens = [token for token in tokens if token and "\ufffd" not in token]
+    tokens = decoded_tokens(tokenizer)
     starts = range(0, len(tokens), TOKENS_PER_TEXT)
     rows = [tokens[start : start + TOKENS_PER_TEXT] for start in starts]
     return [*tokens, *("".join(row) for row in rows), *(" ".join(row) for row in rows)]

@@ -118,7 +118,7 @@ def readable(name: str, folder: Path) -> None:
 def test_what_is_read_may_have_other_files_next_to_it(name: str, tmp_path: Path) -> None:
     """Also below it, where other programs put theirs."""
     readable(name, tmp_path / "run")
-    for other in ("GGUF", "nanoGPT", "NeMo 1", "Mistral", "Composer", "torch.save", "nanochat"):
+    for other in ("nanoGPT", "NeMo 1", "Mistral", "Composer", "torch.save", "nanochat"):
         write_tree(other, tmp_path / "run")
         write_tree(other, tmp_path / "run" / "exports")
     assert find_foreign(tmp_path / "run") is None
