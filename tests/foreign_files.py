@@ -69,7 +69,7 @@ def fairseq_index(lengths: Sequence[int]) -> bytes:
     return head + struct.pack(f"<{len(lengths)}i{len(lengths)}q", *lengths, *starts)
 
 
-IMPORTED = ("datatrove", "OLMo-core", "NumPy", "nanoGPT", "llm.c", "MDS", "litdata")
+IMPORTED = ("datatrove", "OLMo-core", "NumPy", "nanoGPT", "llm.c", "MDS", "litdata", "Levanter")
 """Beginnings of the cases of which tools/import_tokens.py makes a pair."""
 
 

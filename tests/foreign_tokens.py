@@ -236,3 +236,34 @@ def saved(folder: Path) -> Path:
 def json_lines(folder: Path) -> Path:
     lines = "\n".join(json.dumps({"id": "x", "input_ids": document}) for document in DOCUMENTS)
     return write(folder / "ids.jsonl", lines.encode())
+
+
+def levanter(folder: Path, shards: Sequence[str] = ("",)) -> Path:
+    """A cache, written with tensorstore; with names of shards in folders of their own."""
+    import tensorstore
+
+    parts = [DOCUMENTS[:3], DOCUMENTS[3:]] if len(shards) > 1 else [DOCUMENTS]
+    for name, documents in zip(shards, parts, strict=True):
+        ends = [sum(map(len, documents[: count + 1])) for count in range(len(documents))]
+        ids = [token for document in documents for token in document]
+        arrays = (("offsets", [len(documents), *ends], "int64"), ("data", ids, "int32"))
+        for array, values, dtype in arrays:
+            path = folder / name / "input_ids" / array
+            grid = {"name": "regular", "configuration": {"chunk_shape": [10]}}
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": str(path)},
+                "metadata": {"data_type": dtype, "shape": [1 << 40], "chunk_grid": grid},
+            }
+            store = tensorstore.open(spec, create=True).result()
+            store[: len(values)].write(values).result()
+    rows = {name: len(part) for name, part in zip(shards, parts, strict=True)}
+    ledger = {
+        "total_num_rows": len(DOCUMENTS),
+        "is_finished": True,
+        "layout": "sharded" if len(shards) > 1 else "consolidated",
+        "shard_rows": rows,
+        "finished_shards": list(shards),
+    }
+    write(folder / "shard_ledger.json", json.dumps(ledger).encode())
+    return folder

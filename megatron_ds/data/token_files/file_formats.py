@@ -392,6 +392,7 @@ FORMATS = (
             Sign("the ledger of", r"shard_ledger\.json"),
             Sign("an array of", r"zarr\.json", rb'\s*\{.*"zarr_format"\s*:'),
         ),
+        import_name="levanter",
     ),
     FileFormat(
         "a token file of OLMo-core or dolma (.npy without a header)",

@@ -40,8 +40,10 @@ INDEX_NAMES = (
 """Files that say what their folder is, which are tried before others."""
 RECORD_SUFFIXES = (".tokenizer.json", ".progress.json", ".quarantine", ".lock", ".partial")
 HTML = re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE)
-FOLDER_FORMATS = ("mds", "litdata", "saved-dataset")
+FOLDER_FORMATS = ("mds", "litdata", "saved-dataset", "levanter")
 """Formats whose files a folder describes, by their names for tools/import_tokens.py."""
+ARRAY_OF_CACHE = re.compile(r"(^|/)[^/]+/(data|offsets|shapes)$")
+"""Folder of an array of Levanter below the folder of its cache."""
 SIDECARS = re.compile(r"(?<=\.ds)\.(index|metadata|loss)$|\.csv\.gz$")
 """Ends of the names of files that describe the tokens of others."""
 MAX_PROBED = 64
@@ -178,6 +180,7 @@ def import_command(prefix: str, recognized: Recognized) -> str:
     is_folder = path.startswith(f"{prefix.rstrip('/')}/")
     if recognized.format.import_name in FOLDER_FORMATS:
         is_folder = True
+        folder = re.sub(ARRAY_OF_CACHE, "", folder) or "."
     else:
         path = SIDECARS.sub(_tokens_of, path)
     source = folder if is_folder else path
