@@ -47,6 +47,8 @@ from megatron_ds.conversion.source import (
 from megatron_ds.conversion.trainers.litgpt import open_litgpt
 from megatron_ds.conversion.trainers.olmo_core import open_olmo_core
 from megatron_ds.conversion.trainers.torchtitan import open_torchtitan
+from megatron_ds.conversion.trainers.write_distributed import write_olmo_core, write_torchtitan
+from megatron_ds.conversion.trainers.write_litgpt import write_litgpt
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import is_gguf, is_hf, is_weights_folder
 
@@ -82,9 +84,9 @@ def _is_of(name: str) -> Callable[[Path], bool]:
 
 FORMATS = (
     # Some have a file that is a mark of torch_dist.
-    Format("torchtitan", _is_of("torchtitan"), open_torchtitan, verify_tensors),
-    Format("olmo_core", _is_of("olmo_core"), open_olmo_core, verify_tensors),
-    Format("litgpt", _is_of("litgpt"), open_litgpt, verify_tensors),
+    Format("torchtitan", _is_of("torchtitan"), open_torchtitan, verify_tensors, write_torchtitan),
+    Format("olmo_core", _is_of("olmo_core"), open_olmo_core, verify_tensors, write_olmo_core),
+    Format("litgpt", _is_of("litgpt"), open_litgpt, verify_tensors, write_litgpt),
     # Megatron-DeepSpeed's folders have the names of native ones.
     Format("megatron", has_kind(LEGACY, DEEPSPEED), open_megatron, verify_tensors, write_megatron),
     Format("torch_dist", has_kind(TORCH_DIST), open_megatron, verify_tensors, write_torch_dist),

@@ -24,7 +24,7 @@ FORMATS = ("native", "universal", "hf", "megatron", "torch_dist", "gguf", *TRAIN
 """Formats that --load can name before the folder, as in hf:FOLDER."""
 REFUSED_FORMATS = ("nanochat",)
 """Formats that it can name, too, whose models have parts that do not exist here."""
-WRITTEN_FORMATS = ("native", "universal", "hf", "megatron", "torch_dist", "gguf")
+WRITTEN_FORMATS = FORMATS
 """Formats of tools/convert_checkpoint.py --to."""
 FORMAT_SYNONYMS = {"huggingface": "hf", "transformers": "hf", "torch-dist": "torch_dist"}
 

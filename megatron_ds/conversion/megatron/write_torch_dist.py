@@ -11,7 +11,6 @@ import io
 import itertools
 import json
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import ignore
+from megatron_ds.conversion.dcp.write import save_planned
 from megatron_ds.conversion.megatron.names import core_names
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS
 from megatron_ds.conversion.megatron.torch_dist import STATE_PREFIXES
@@ -103,20 +100,9 @@ def write_torch_dist(
         for key, tensors in source.optimizer.items():
             chunks += _chunks(source, key, tensors, options.tp_size)
     with checkpoint_folder(source, folder) as path:
-        _save(path, _Planner(source.settings.model, chunks, on_tensor))
+        save_planned(path, _Planner(source.settings.model, chunks, on_tensor))
         torch.save(state, path / "common.pt")
         (path / "metadata.json").write_text(json.dumps(BACKEND))
-
-
-def _save(path: Path, planner: _Planner) -> None:
-    try:
-        # Files are flushed to the disk together, by `output_folder`.
-        writer = FileSystemWriter(path, sync_files=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-            save({}, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as error:  # torch wraps whatever was raised
-        raise next(failure for failure, _ in error.failures.values()) from error
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def open_olmo_core(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCh
     step = folder if has_settings else folder.parent
     run = read_json_object(file_in(step, SETTINGS))
     config = ConfigValues(step / SETTINGS, _object(run.get("model")))
-    settings = settings_of(config, lambda values: _read_model(values, _length(run)))
+    settings = settings_of(config, lambda values: read_model(values, _length(run)))
     tensors = DcpFolder.open(states).tensors
     theirs = {
         name.removeprefix(PREFIX): tensor
@@ -157,7 +157,13 @@ def _part(
     return fields
 
 
-def _read_model(config: ConfigValues, seq_length: int) -> Fields:
+def read_model(config: ConfigValues, seq_length: int) -> Fields:
+    """The options of the model; `config.lacking` has what our model lacks.
+
+    Args:
+        config: The settings "model" of a run.
+        seq_length: Tokens of a sequence of the run.
+    """
     config.used.update(IGNORED_OF_MODEL)
     layers = config.number("n_layers", int)
     if (name := config.get("name", "default")) != "default":

@@ -80,6 +80,8 @@ ASSUMED = {"norm_epsilon": 1e-5, "use_rope_scaling": False, "seq_length": 2048}
 QWEN = {"norm_epsilon": 1e-6}
 """Other values of Qwen 3."""
 SCALING = ("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "rotary_percent")
+OPTIONS = (*REQUIRED, *ASSUMED, *SCALING)
+"""All options that no file has."""
 EXPERTS = re.compile(r"layers\.\d+\.moe\..+")
 
 
@@ -108,7 +110,7 @@ def open_torchtitan(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceC
     if is_hf(folder):
         return open_model(folder, NAME, _described(folder), theirs, names)
     options_given = {name: options.model[name] for name in options.given & options.model.keys()}
-    fields, notes = _fields(folder, theirs, names, options_given)
+    fields, notes = fields_of(folder, theirs, names, options_given)
     settings = settings_of(ConfigValues(folder, {}), lambda config: fields)
     return open_model(folder, NAME, settings, theirs, names, notes)
 
@@ -154,7 +156,7 @@ def _exported(folder: Path) -> dict[str, TensorReader]:
     return tensors
 
 
-def _fields(
+def fields_of(
     folder: Path, theirs: TensorReaders, names: TrainerNames, flags: Mapping[str, Any]
 ) -> tuple[Fields, list[Problem]]:
     """The options of the model, and what was assumed.
