@@ -60,7 +60,7 @@ LAYER_GRAPHS = {
     # Before attention, after it, after the experts; their activation, and the shared expert.
     "experts": 5,
     "context": 2,  # before and after attention
-    "context by layer with zero3": 2,
+    "context by layer with zero3": 3,  # after attention two: the order in memory is another
     "context with latent attention": 2,
     "ulysses": 2,
     "ulysses with experts": 5,

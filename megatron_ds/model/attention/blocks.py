@@ -96,17 +96,34 @@ class HostFlashBlocks:
     scale: float | None = None
     needs_positions = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, mask: Tensor | None = None
+    ) -> Part:
+        """See `Kernel.forward`.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            block: The block.
+            mask: Added to the scores, [1, 1, S, L]. It leaves each query a key.
+        """
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return Part(*attend(q, k, v, 0.0, block.is_causal, scale=self.scale))
+        return Part(*attend(q, k, v, 0.0, block.is_causal, attn_mask=mask, scale=self.scale))
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, complete: Part, block: Block
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        complete: Part,
+        block: Block,
+        mask: Tensor | None = None,
     ) -> Gradients:
         differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return Gradients(
-            *differentiate(grad, q, k, v, *complete, 0.0, block.is_causal, scale=self.scale)
-        )
+        options = {"attn_mask": mask, "scale": self.scale}
+        return Gradients(*differentiate(grad, q, k, v, *complete, 0.0, block.is_causal, **options))
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from megatron_ds.model.attention.blocks import (
     flash_is_right,
 )
 from megatron_ds.model.attention.rule import AttentionRule
+from megatron_ds.model.attention.segments import SegmentBlocks, document_bounds
 from megatron_ds.parallel.context.exchange import EXCHANGES, Exchange, Received
 from megatron_ds.parallel.context.layout import CHUNKS, Block, ContextLayout, VisibleKeys
 from megatron_ds.parallel.mesh import Group
@@ -117,6 +118,11 @@ class ContextAttention:
         ids_BS = self.documents_BS
         return VisibleKeys(self.rule.window, None if ids_BS is None else document_starts(ids_BS))
 
+    @cached_property
+    def bounds(self) -> list[list[int]] | None:
+        """Where documents start and end, if attention ends with one."""
+        return None if self.documents_BS is None else document_bounds(self.documents_BS)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         """See `AttentionCore.attend`; the queries, keys and values are those of this rank."""
         expansion = Adjoining((k.shape[-1], v.shape[-1]))
@@ -162,16 +168,19 @@ class _Call:
     dropout: float
 
     def kernel(self, q: Tensor) -> Kernel:
-        """The fastest kernel that computes this attention."""
+        """The fastest kernel that computes this attention. Sinks are added to what it returns."""
         core = self.core
         rule = core.rule
-        is_plain = not rule.needs_scores and rule.window is None and not rule.alibi
-        is_plain = is_plain and core.documents_BS is None and self.dropout == 0.0
-        if is_plain and q.shape[-1] == self.expansion.value_size:
+        has_flash = rule.softcap is None and not rule.alibi and self.dropout == 0.0
+        if has_flash and q.shape[-1] == self.expansion.value_size:
+            flash: HostFlashBlocks | FlashBlocks | None = None
             if is_host(q.device.type):
-                return HostFlashBlocks(rule.scale)
-            if flash_is_right(q.shape[-1], rule.scale, q.dtype, q.device):
-                return FlashBlocks(rule.scale)
+                flash = HostFlashBlocks(rule.scale)
+            elif rule.window is None and flash_is_right(q.shape[-1], rule.scale, q.dtype, q.device):
+                flash = FlashBlocks(rule.scale)
+            is_plain = rule.window is None and core.documents_BS is None
+            if flash is not None:
+                return flash if is_plain else SegmentBlocks(flash, rule.window, core.bounds)
         slopes_n = core.slopes_n if rule.alibi else None
         return ExplicitBlocks(rule, core.visible, slopes_n, core.documents_BS, self.dropout)
 
