@@ -54,13 +54,17 @@ LAYOUTS: dict[str, dict[str, Any]] = TABLES["layouts"]
 IN_MAKE_TEST = TABLES["in_make_test"]
 """Every axis, every ZeRO stage, both models and both precisions."""
 ACCUMULATION = 3
+PLANNED_ACCUMULATION = 2
+"""Of the steps whose messages are compared with the planned ones."""
 
 
-def config_of(settings: Mapping[str, Any], world_size: int) -> Config:
+def config_of(
+    settings: Mapping[str, Any], world_size: int, accumulation: int = ACCUMULATION
+) -> Config:
     parallel = ParallelConfig(
         **{key: value for key, value in settings.items() if key in vars(ParallelConfig())}
     )
-    samples = parallel.data_parallel_size(world_size) * ACCUMULATION
+    samples = parallel.data_parallel_size(world_size) * accumulation
     return Config(
         model=ModelConfig(**{**MODEL, **settings.get("model", {})}),
         optimizer=OptimizerConfig(lr=1e-3),
@@ -90,8 +94,9 @@ def engine_and_step(config: Config, mesh: Mesh) -> tuple[ZeroEngine, Callable[[]
     engine = build_engine(as_a_large_model(config), mesh, torch.device("cpu"))
     tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
     batch = DeviceBatch(tokens, tokens, None, 0)
-    samples = mesh.dp.size * ACCUMULATION
-    plan = StepPlan(1, samples, ACCUMULATION, 1e-3, 0.0, seq_length=LENGTH)
+    samples = config.schedule.global_batch_size
+    assert samples is not None
+    plan = StepPlan(1, samples, samples // mesh.dp.size, 1e-3, 0.0, seq_length=LENGTH)
     return engine, lambda: engine.train_step(itertools.repeat(batch), plan)
 
 
@@ -99,7 +104,7 @@ def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, int, dict[str,
     """The pipeline and the context-parallel rank, and the bytes that it sends in a step by
     operation."""
     del meshes
-    config = config_of(LAYOUTS[name], 4)
+    config = config_of(LAYOUTS[name], 4, PLANNED_ACCUMULATION)
     mesh = Mesh.build(**config.mesh_sizes)
     engine, take_step = engine_and_step(config, mesh)
     with mock.patch.object(Router, "forward", balanced(Router.forward)):
@@ -260,7 +265,7 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
 def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -> None:
     """Claim (deepspeed): the planned messages of a step equal the messages of trained steps, by
     operation and byte"""
-    config = config_of(LAYOUTS[name], 4)
+    config = config_of(LAYOUTS[name], 4, PLANNED_ACCUMULATION)
     dp_size = config.parallel.data_parallel_size(4)
     run = PlannedRun.of(config, memory_inputs(config, dp_size, "cpu"))
     for pp_rank, cp_rank, found in outcomes.of(name):
