@@ -147,12 +147,14 @@ class FlashBlocks:
         nothing = torch.empty(0, dtype=torch.int64, device=q.device)  # of packed samples, dropout
         lengths = (nothing, nothing, q.shape[2], k.shape[2])
         random_state = (nothing, nothing)
+        # The kernel does not know the strides of the sums.
         grads = differentiate(
             grad,
             q,
             k,
             v,
-            *complete,
+            complete.attended,
+            complete.log_sum.contiguous(),
             *lengths,
             0.0,
             block.is_causal,
@@ -296,7 +298,9 @@ def flash_is_right(
         for kernel in (explicit, FlashBlocks(scale)):
             try:
                 part = kernel.forward(q, k, v, block)
-                complete = Part(part.attended.to(dtype), part.log_sum)
+                # As for a block: a part of the queries.
+                attended, log_sum = (torch.cat([x] * 2, dim=2)[:, :, every] for x in part)
+                complete = Part(attended.to(dtype), log_sum)
                 gradients = kernel.backward(grad, q, k, v, complete, block)
             except RuntimeError:  # of a device without this kernel
                 return False
