@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -132,6 +133,14 @@ def _read_full_attention(config: ConfigValues) -> dict[str, Any]:
     return {}
 
 
+def _inverse(factor: float) -> float:
+    """The shortest number whose inverse is a factor, or the nearest one."""
+    rounded = 1 / factor
+    near = (math.nextafter(rounded, 0.0), math.nextafter(rounded, math.inf))
+    candidates = (float(f"{rounded:.12g}"), rounded, *near)
+    return next((value for value in candidates if 1 / value == factor), rounded)
+
+
 def _write_query_scale(model: ModelConfig) -> dict[str, Any]:
     """The inverse square of the scale, which is an integer."""
     scale = model.softmax_scale or model.head_dim**-0.5
@@ -249,7 +258,7 @@ QUERY_SCALE = Row(
 )
 LOGITS_SCALE = Row(
     lambda config: {"logits_multiplier": 1 / config.number("logits_scaling", float, 1.0)},
-    lambda model: {"logits_scaling": float(f"{1 / model.logits_multiplier:.12g}")},
+    lambda model: {"logits_scaling": _inverse(model.logits_multiplier)},
 )
 OPTIONAL_WINDOW = Row(
     partial(_read_window, default=None), lambda model: {"sliding_window": model.window}

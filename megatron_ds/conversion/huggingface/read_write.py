@@ -21,6 +21,7 @@ from megatron_ds.checkpoint.files.local_files import write_files
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.config.problems import Problem, UserError, ignore, user_error
 from megatron_ds.conversion.finite_tensors import finite
+from megatron_ds.conversion.folding import explicit, folded
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES, Family
@@ -126,6 +127,7 @@ def write_hf(
         UserError: If no family has the parts of the model, or the folder has files already.
         OSError: If the disk fails.
     """
+    source = _without_mup(source, options.hf_model_type)
     try:
         model_type, values = config_of(source, options.hf_model_type)
     except UserError:
@@ -167,6 +169,22 @@ def write_hf(
         write_sharded(temporary, tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor)
         texts = {HF_CONFIG: _json(values), GENERATION: _json(generation)}
         write_files(temporary, {**texts, **tokenizer.files})
+
+
+def _without_mup(source: SourceCheckpoint, model_type: str | None) -> SourceCheckpoint:
+    """A model of muP with its multipliers in config.json, if a family has them, or in its weights.
+
+    Raises:
+        UserError: If no family has them, and they cannot be folded into the weights.
+    """
+    if not source.settings.model.use_mup:
+        return source
+    described = explicit(source)
+    try:
+        config_of(described.without_predictions(), model_type)
+    except UserError:
+        return folded(source)
+    return described
 
 
 def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, dict[str, Any]]:

@@ -108,6 +108,20 @@ def _write_activation(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_mup(args: ConfigValues) -> Fields:
+    if not args.values.get("use_mup"):
+        return {}
+    names = [name for name in TABLES["mup"] if args.values.get(name) is not None]
+    return {"use_mup": True, **{name: args.values[name] for name in names}}
+
+
+def _write_mup(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's arguments of muP; other models have none."""
+    if not model.use_mup:
+        return {}
+    return {"use_mup": True, **{name: getattr(model, name) for name in TABLES["mup"]}}
+
+
 def _read_positions(args: ConfigValues) -> Fields:
     values = args.values
     position_type = values.get("position_embedding_type")
@@ -235,6 +249,7 @@ ROWS = (
     Row(_read_experts, ignored().write),
     Row(_read_activation, _write_activation),
     Row(_read_positions, _write_positions),
+    Row(_read_mup, _write_mup),
     Row(_read_norm, _value("normalization").write),
     Row(_read_sizes, _write_sizes),
     Row(_read_qkv_bias, _value("add_qkv_bias").write),

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_ds.checkpoint.folders.output_folder import output_folder
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem, raise_if_any, user_error, warn_of
+from megatron_ds.conversion.folding import folded
 from megatron_ds.conversion.megatron.arguments import lacking_parts, model_arguments
 from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.megatron.names import legacy_name
@@ -38,6 +39,17 @@ TORCH_GROUP = {
     "decoupled_weight_decay": True,
 }
 """Settings of torch's AdamW in a parameter group."""
+
+
+def without_mup(source: SourceCheckpoint) -> SourceCheckpoint:
+    """Weights alone of a model of muP with its factors folded in, for any run of Megatron; a run
+    that continues with its states keeps them, and its arguments of muP.
+
+    Raises:
+        UserError: If the factors cannot be folded.
+    """
+    is_folded = source.settings.model.use_mup and source.training is None
+    return folded(source) if is_folded else source
 
 
 def check_parts(source: SourceCheckpoint, options: WriteOptions) -> None:

@@ -30,6 +30,7 @@ from megatron_ds.conversion.megatron.write_common import (
     is_of_core,
     padded,
     padded_vocab,
+    without_mup,
 )
 from megatron_ds.conversion.source import (
     WRITE_DEFAULTS,
@@ -66,6 +67,7 @@ def write_megatron(
             files already.
         OSError: If the disk fails.
     """
+    source = without_mup(source)
     check_parts(source, options)
     state = common_state(source, options)
     with checkpoint_folder(source, folder) as temporary:

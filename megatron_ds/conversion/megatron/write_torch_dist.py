@@ -42,6 +42,7 @@ from megatron_ds.conversion.megatron.write_common import (
     grouped,
     padded,
     padded_vocab,
+    without_mup,
 )
 from megatron_ds.conversion.source import WRITE_DEFAULTS, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import (
@@ -87,6 +88,7 @@ def write_torch_dist(
             files already.
         OSError: If the disk fails.
     """
+    source = without_mup(source)
     check_parts(source, options)
     changes = {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     state = common_state(source, options, **changes) | {"content_metadata": CONTENT}
