@@ -156,6 +156,8 @@ def test_version_of_a_package_is_claimed_only_if_everything_that_needs_it_passed
         assert bounds.passing_versions(package, runs) == wanted
     text = bounds.page(runs)
     assert re.findall(r"\| ([\d.]+) \| \1 \|$", text, re.MULTILINE) == [*versions.values()]
+    left_out = [each for each in bounds.sets_of_tests(name) if each not in sets]
+    assert (f"Of `{name}` these sets did not run: {', '.join(left_out)}." in text) == bool(left_out)
     is_failed = any(failed for _, failed in sets.values())
     assert (r"| `test_x` | a \| b |" in text) == is_failed
 

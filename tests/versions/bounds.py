@@ -353,6 +353,10 @@ def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
         groups = [[sets[each]] if each in sets else [] for each in (INSTALLATION, COMMAND_SET)]
         cells = [*map(_cell, [*groups, folders]), run["python"], run["date"], run["machine"]]
         yield f"| `{name}` | {' | '.join(cells)} |\n"
+    yield "\n"
+    for name, run in sorted(runs.items()):
+        if left_out := [each for each in sets_of_tests(name) if each not in run["sets"]]:
+            yield f"- Of `{name}` these sets did not run: {', '.join(left_out)}.\n"
 
 
 def _packages(runs: Mapping[str, Run]) -> Iterator[str]:
