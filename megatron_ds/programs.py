@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +101,20 @@ def start_words(name: str) -> list[str]:
     """
     file = REPOSITORY / PROGRAMS[name].file
     return [str(file)] if file.is_file() else ["-m", "megatron_ds", name]
+
+
+def training_words(launcher: Sequence[str]) -> list[str]:
+    """The command of a training, as a message shows it: `torchrun ... pretrain_gpt.py`.
+
+    Of an installed package, which has no such file: `torchrun ... -m megatron_ds train`.
+
+    Args:
+        launcher: The words before the program.
+    """
+    if not is_installed():
+        return [*launcher, PROGRAMS["train"].file]
+    is_deepspeed = Path(launcher[0]).name == "deepspeed"
+    return [*launcher, "--module" if is_deepspeed else "-m", *start_words("train")[1:]]
 
 
 def shown_name(file: str) -> str:

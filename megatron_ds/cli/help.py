@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable
 
 from megatron_ds.cli.flags import Flag, FlagGroup, FlagTable, dashed
-from megatron_ds.programs import shown_name
+from megatron_ds.programs import is_installed, shown_name
 
 WIDTH = 80
 INDENT = 26
@@ -47,6 +47,12 @@ For example, with token files of tools/preprocess_data.py:
 The same command resumes the run. To use N devices, replace "python" by
 "deepspeed --num_gpus N" or "torchrun --nproc-per-node N".
 """
+INSTALLED = (
+    ("tools/preprocess_data.py", "megatron-ds preprocess"),
+    ("python pretrain_gpt.py", "megatron-ds train"),
+    (EXAMPLE.partition("resumes the run. ")[2], "To use N devices, add --num-gpus N.\n"),
+)
+"""What an installed package has instead, in `EXAMPLE`."""
 TAIL = """\
 Flags of Megatron-LM and of the Megatron-DeepSpeed forks that are not listed
 here have no effect, with a warning, or are refused with an alternative:
@@ -65,7 +71,14 @@ def training_help(table: FlagTable, *, every_flag: bool = False) -> str:
         for group, flags in zip(table.shown, used, strict=True)
         if flags
     ]
-    return "\n".join([head, *_groups(groups, table), EXAMPLE])
+    return "\n".join([head, *_groups(groups, table), _example()])
+
+
+def _example() -> str:
+    text = EXAMPLE
+    for of_repository, of_package in INSTALLED if is_installed() else ():
+        text = text.replace(of_repository, of_package)
+    return text
 
 
 def tool_help(table: FlagTable, options: type) -> str:

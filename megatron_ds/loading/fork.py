@@ -36,6 +36,7 @@ from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, raise_if_any, renaming_fields, user_error
 from megatron_ds.engine.ds_config.fields import field_value
 from megatron_ds.loading.options_from_checkpoint import SAVED_GROUPS
+from megatron_ds.programs import training_words
 from megatron_ds.train_state import TrainState
 
 SETTINGS = "fork.yaml"
@@ -125,7 +126,8 @@ def fork(options: Options, warn: Callable[[Problem], None]) -> str:
         (folder / SETTINGS).write_text(yaml_file.dump(config), encoding="utf-8")
         (folder / PARENT).write_text(json.dumps(parent, indent=2) + "\n", encoding="utf-8")
     launcher = "python" if world_size == 1 else f"torchrun --nproc_per_node {world_size}"
-    return f"{launcher} pretrain_gpt.py --config {Path(options.save) / SETTINGS}"
+    command = " ".join(training_words(launcher.split()))
+    return f"{command} --config {Path(options.save) / SETTINGS}"
 
 
 def _forked(before: Config, state: TrainState, changes: Mapping[str, Any], save: str) -> Config:

@@ -168,3 +168,67 @@ def test_an_export_has_the_files_of_the_converter(
     assert ours == theirs
     exported = megatron_ds.load(str(tmp_path / "ours"))
     assert exported.loss(TEXTS) == pytest.approx(model.loss(TEXTS), rel=1e-6)
+
+
+OUTCOMES = ("interrupted", "raised", "rejected", "resumed")
+"""First words of the lines that GUEST prints."""
+GUEST = """
+import os, signal, sys
+import megatron_ds
+
+class Interrupt(megatron_ds.Callback):
+    def after_step(self, state, result):
+        if state.iteration == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+class Fail(megatron_ds.Callback):
+    def after_step(self, state, result):
+        raise ValueError("of the callback")
+
+settings = dict(
+    num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=16, micro_batch_size=2, lr=1e-2,
+    global_batch_size=2, train_iters=50, mock_data=True, tokenizer_type="NullTokenizer",
+    vocab_size=50, num_workers=0, log_interval=1, eval_iters=0, progress=False,
+)
+before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.excepthook
+run = megatron_ds.pretrain(save="run", callbacks=[Interrupt()], **settings)
+print("interrupted", int(run.status), run.checkpoint == f"run/global_step{run.iterations[-1]}")
+assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.excepthook)
+try:
+    megatron_ds.pretrain(save="other", callbacks=[Fail()], **settings)
+except ValueError as error:
+    print("raised", error)
+try:
+    megatron_ds.pretrain(**{**settings, "lr": -1, "hidden_sise": 1})
+except megatron_ds.SettingsRejected as error:
+    print("rejected", "--lr -1" in str(error), "--hidden-sise" in str(error))
+assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & os.environ.keys()
+more = megatron_ds.pretrain(save="run", load="run", **{**settings, "exit_interval": 10})
+first, last = more.iterations[0], more.iterations[-1]
+print("resumed", first == run.iterations[-1] + 1, last, int(more.status))
+megatron_ds.pretrain(save="whole", **{**settings, "exit_interval": 10})
+"""
+
+
+def test_a_run_leaves_the_program_as_it_was(tmp_path: Path) -> None:
+    """Claim (library): Ctrl-C ends a run in a program with a checkpoint, an exception of a callback
+    is raised, and the program goes on: with its signal handlers, and with further runs
+    """
+    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", GUEST],
+        cwd=tmp_path,
+        env={**clean_environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.split(" ")[0] in OUTCOMES]
+    assert lines == [
+        "interrupted 130 True",
+        "raised of the callback",
+        "rejected True True",
+        "resumed True 10 0",
+    ]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")

@@ -38,6 +38,12 @@ MODEL: Settings = {
     "num_workers": 0,
 }
 
+LOAD = """
+import megatron_ds
+assert "site-packages" in megatron_ds.__file__
+print(megatron_ds.load('{save}').generate("1 2 3", max_new_tokens=4, greedy=True))
+"""
+
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -78,11 +84,13 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
         if is_other and not (packages / path.name).exists():
             (packages / path.name).symlink_to(path)
 
-    def start(*words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def start(
+        *words: object, check: bool = True, program: str = "megatron-ds"
+    ) -> subprocess.CompletedProcess[str]:
         variables = {**clean_environment(), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         variables.pop("PYTHONPATH", None)
         done = subprocess.run(
-            [environment / "bin" / "megatron-ds", *map(str, words)],
+            [environment / "bin" / program, *map(str, words)],
             cwd=folder,
             env=variables,
             capture_output=True,
@@ -124,6 +132,10 @@ def test_an_installed_package_lists_its_programs_and_shows_their_help(run: Comma
     assert [row.split()[0] for row in rows] == [*PROGRAMS]
     assert run("--version").stdout == f"megatron-ds {VERSION}\n"
     assert "--save" in run("train", "--help-all").stdout
+    shown = run("train", "--help").stdout
+    assert "  megatron-ds train --num-layers 4" in shown
+    assert "add --num-gpus N" in shown
+    assert "pretrain_gpt.py" not in shown.partition("For example")[2]
 
 
 def test_an_installed_package_plans_trains_on_two_ranks_generates_and_exports(
@@ -143,6 +155,8 @@ def test_an_installed_package_plans_trains_on_two_ranks_generates_and_exports(
     alone = run("generate", *options).stdout
     assert "Generated: " in alone
     assert run("generate", "--num-gpus", 2, *options).stdout == alone
+    texts = run("-c", LOAD.format(save=save), program="python").stdout
+    assert f"Generated: {texts.splitlines()[-1]}\n" in alone
     run("convert", "--load", save, "--save", tmp_path / "exported", "--to", "hf")
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     checked = run("verify-run", save, "--steps", "2-2")
@@ -157,6 +171,7 @@ def test_an_installed_package_reads_a_script_and_tries_it(run: Command, tmp_path
     script = tmp_path / "train.sh"
     script.write_text(f"torchrun --nproc_per_node 2 pretrain_gpt.py {' '.join(map(str, flags))}\n")
     done = run("doctor", "--try", script)
+    assert done.stdout.startswith("torchrun --nproc_per_node 2 -m megatron_ds train")
     assert "--hidden-size 32" in done.stdout
     assert "trying 2 processes" in done.stderr
 

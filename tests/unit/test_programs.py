@@ -16,7 +16,7 @@ from megatron_ds import __main__ as console
 from megatron_ds import programs
 from megatron_ds.launch import local_ranks
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.programs import PROGRAMS, shown_name, start_words
+from megatron_ds.programs import PROGRAMS, shown_name, start_words, training_words
 from tests.import_graph import REPOSITORY, imports, tree
 
 TOOLS = REPOSITORY / "tools"
@@ -173,3 +173,19 @@ def test_ranks_are_not_started_by_ranks(
         console.main(["train", "--num-gpus", "2"])
     assert end.value.code == ExitCode.BAD_SETTINGS
     assert "[ranks-started-twice]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "installed"),
+    [
+        ("python", "python -m megatron_ds train"),
+        ("torchrun --nproc_per_node 2", "torchrun --nproc_per_node 2 -m megatron_ds train"),
+        ("deepspeed --num_gpus 2", "deepspeed --num_gpus 2 --module megatron_ds train"),
+    ],
+)
+def test_a_shown_command_starts_the_file_or_the_module(
+    launcher: str, installed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert training_words(launcher.split()) == [*launcher.split(), "pretrain_gpt.py"]
+    monkeypatch.setattr(programs, "REPOSITORY", tmp_path)
+    assert " ".join(training_words(launcher.split())) == installed

@@ -21,6 +21,7 @@ from megatron_ds.cli.doctor.shell.marks import NAME, unmarked
 from megatron_ds.cli.flags import dashed, different_defaults, training_flags
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
 from megatron_ds.config.problems import Problem
+from megatron_ds.programs import training_words
 
 MISSING_FILES = frozenset(("file-not-found", "not-a-file", "path-not-a-regular-file"))
 """Problems that do not concern a command's meaning."""
@@ -66,7 +67,7 @@ class Diagnosis:
         """Our command, after what writes its DeepSpeed file."""
         nodes = -(-self.world_size // PER_MACHINE)
         default = f"torchrun --nnodes {nodes} --nproc_per_node {self.world_size // nodes}".split()
-        lines = [" ".join(map(shown, [*(self.command.launcher or default), "pretrain_gpt.py"]))]
+        lines = [" ".join(map(shown, training_words(self.command.launcher or default)))]
         for item in flags_of(self.config):
             text = " ".join(map(shown, joined([item])))
             if len(lines) == 1 or len(lines[-1]) + len(text) > WIDTH:
