@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _read_settings(
-    words: Sequence[str], extensions: Extensions, roll_call: RollCall, *, raises: bool
+    words: Sequence[str], extensions: Extensions, roll_call: RollCall, *, raises: bool = False
 ) -> tuple[Config, RunInputs | None]:
     """Reads and checks the settings and what they name.
 

@@ -185,8 +185,8 @@ OVERRIDDEN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 ON_THE_HOST = {
-    "megatron_ds/training/exit_conditions.py _any_rank",
-    "all_reduce by megatron_ds/training/exit_conditions.py _any_rank",
+    "megatron_ds/training/exit_conditions.py _largest",
+    "all_reduce by megatron_ds/training/exit_conditions.py _largest",
     "megatron_ds/parallel/embedding.py <genexpr>",
     "megatron_ds/engine/optimizers/matrix_optimizer.py _step_elements",
 }
