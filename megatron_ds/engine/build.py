@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from megatron_ds.config import Config
+from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.engine import trials
@@ -33,6 +34,7 @@ from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.launch.cpp_ops import build as build_cpp_ops
+from megatron_ds.launch.device import sum_dtype
 from megatron_ds.model.declaration.architecture import param_group_problems
 from megatron_ds.model.declaration.rates import Multipliers, multiplier_rule
 from megatron_ds.model.gpt import GPTModel
@@ -64,12 +66,15 @@ def build_engine(
 
     Raises:
         UserError: If DeepSpeed rejects values of the user's file, if a C++ op cannot be built, or
-            if the engine does not have the configured settings.
+            if the engine does not have the configured settings, or the device not their numbers.
     """
     run = config
     decay = {"weight_decay": config.optimizer.weight_decay}
     config = run.in_phase(0).with_values(decay)  # in whatever stage this process starts
     mesh = mesh.of_model(config.parallel.sequence_parallel, config.has_whole_experts)
+    has_fp64_router = config.moe.is_used and config.moe.moe_router_dtype == "fp64"
+    if has_fp64_router and sum_dtype(device.type) != torch.float64:
+        raise user_error("device-without-fp64", device=device.type, host=HOST)
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     _patch_deepspeed()
     _validate_with_deepspeed(ds_config, Mpu(mesh), config.deepspeed.deepspeed_config)

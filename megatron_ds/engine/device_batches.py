@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.data.sample import Mark, Samples
+from megatron_ds.launch.device import sum_dtype
 from megatron_ds.model.attention.packed import Documents, PackingOptions
 from megatron_ds.parallel.mesh import Group
 
@@ -63,8 +64,11 @@ class DeviceBatch(NamedTuple):
         return self.loss_weights_BS.sum(dtype=torch.int64)
 
     def num_bytes(self, token_bytes: Tensor) -> Tensor:
-        """Bytes of the text of the labels with loss, by the bytes of each id: a float64 scalar."""
-        sizes_BS = token_bytes[self.labels_BS].double()
+        """Bytes of the text of the labels with loss, by the bytes of each id.
+
+        A scalar in `sum_dtype`.
+        """
+        sizes_BS = token_bytes[self.labels_BS].to(sum_dtype(token_bytes.device.type))
         return (sizes_BS if self.loss_weights_BS is None else sizes_BS * self.loss_weights_BS).sum()
 
 

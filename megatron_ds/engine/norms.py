@@ -20,12 +20,13 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.engine.deepspeed import nvme_states
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.states.flats import Flat, own_flats, replicas_of
+from megatron_ds.launch.device import sum_dtype
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec, states_of
 
 CHUNK = 2**22
-"""Elements whose squares are summed at once; the sums are added in fp64."""
+"""Elements whose squares are summed at once; the sums are added in `sum_dtype`."""
 ZEROS = "num_zeros_in_grad"
 NORMS = ("layer_grad_norm", "layer_params_norm", "layer_update_ratio")
 """Names of metrics; a layer's end with `/` and its number, or the name of another layer."""
@@ -46,13 +47,14 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of all elements, a float64 scalar.
+    """Sum of squares of all elements, a scalar in `sum_dtype`.
 
     An accelerator computes the norms of hundreds of tensors of a type in one launch; it adds in a
     tree, for which fp32 suffices. A CPU adds one after the other.
     """
     dtype = torch.float64 if is_host(device.type) else torch.float32
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    sums = sum_dtype(device.type)
+    squares = torch.zeros((), dtype=sums, device=device)
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if not tensor.numel():
@@ -63,7 +65,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         by_type.setdefault(tensor.dtype, []).extend(chunks)
     for chunks_of_type in by_type.values():
         norms = torch._foreach_norm(chunks_of_type, 2, dtype=dtype)
-        squares += torch.stack(norms).double().square().sum()
+        squares += torch.stack(norms).to(sums).square().sum()
     return squares
 
 
@@ -106,7 +108,7 @@ class ModelNorms:
         """Parameters, each with whether it belongs to experts and whether this rank counts it."""
 
     def norm(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
-        """The L2 norm of a value of each parameter, a float64 scalar. Collective."""
+        """The L2 norm of a value of each parameter, a scalar in `sum_dtype`. Collective."""
         return self._sum_of_squares(values_of).sqrt()
 
     def of_parameters(self) -> float:
@@ -226,7 +228,7 @@ class StepNorms:
             dist.all_reduce(sums.total)
         clip = self._engine.gradient_clipping()
         if sums.has_norms and clip > 0:
-            known = torch.as_tensor(norm, dtype=torch.float64, device=self._device)
+            known = torch.as_tensor(norm, dtype=sums.total.dtype, device=self._device)
             factor = (clip / (known + 1e-6)).clamp(max=1.0)
             sums.total[GRADIENT] /= factor.square()
             sums.total[GRADIENT + SUMS] /= factor
@@ -237,7 +239,7 @@ class StepNorms:
         if not sums.logs_layers:
             return metrics
         layers = [self._layers.index(layer_of(name)) for name in self._places]
-        total = torch.zeros(UPDATE, len(self._layers), dtype=torch.float64, device=self._device)
+        total = sums.total.new_zeros(UPDATE, len(self._layers))
         total.index_add_(1, torch.tensor(layers, device=self._device), sums.total[1 : UPDATE + 1])
         gradients, params, updates = total.sqrt()
         ratios = torch.where(params > 0, updates / params, 0.0)
@@ -268,7 +270,8 @@ class StepNorms:
                 yield self._places[part.place.name], span
 
     def empty(self) -> Tensor:
-        return torch.zeros(ROWS, len(self._places), dtype=torch.float64, device=self._device)
+        dtype = sum_dtype(self._device.type)
+        return torch.zeros(ROWS, len(self._places), dtype=dtype, device=self._device)
 
 
 class _Sums:
@@ -279,7 +282,7 @@ class _Sums:
         self.has_norms = has_norms
         self.logs_layers = False
         self.total = owner.empty()
-        """float64 sums [rows, parameters]."""
+        """[rows, parameters] in `sum_dtype`."""
         self._before: dict[Tensor, Tensor | None] = {}
         self._depth = 0
 
@@ -319,8 +322,8 @@ class _Sums:
         for index, span in places:
             self.total[row, index] += sum_of_squares([values[span]], self.total.device)
             if row != UPDATE:
-                total = values[span].sum(dtype=torch.float64)
-                self.total[row + SUMS, index] += total.to(self.total.device)
+                total = values[span].sum(dtype=sum_dtype(values.device.type))
+                self.total[row + SUMS, index] += total.to(self.total.dtype).to(self.total.device)
 
 
 def layer_of(name: str) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ds.engine.deepspeed.patches import skip_step_if
+from megatron_ds.launch.device import sum_dtype
 from megatron_ds.train_state import SpikeLimits
 
 
@@ -49,7 +50,7 @@ class SpikeGuard:
         """
         if self._limits is None:
             return False
-        values = torch.zeros(4, dtype=torch.float64, device=self._device)
+        values = torch.zeros(4, dtype=sum_dtype(self._device.type), device=self._device)
         values[2] += norm
         values[3] += 1
         if self.losses:

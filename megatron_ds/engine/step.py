@@ -25,6 +25,7 @@ from megatron_ds.engine.optimizers.param_groups import set_lr_and_weight_decay
 from megatron_ds.engine.optimizers.qk_clip import QKClip
 from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.spike_guard import SpikeGuard
+from megatron_ds.launch.device import sum_dtype
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.train_state import StepPlan, StepResult
 
@@ -164,8 +165,9 @@ class StepControl:
         )
 
     def sum(self, losses: Iterable[TokenLoss]) -> Tensor:
-        """The values of a `LossSum` of micro-batches, float64 [3]."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.parts.device)
+        """The values of a `LossSum` of micro-batches, [3] in `sum_dtype`."""
+        device = self.parts.device
+        sums = torch.zeros(3, dtype=sum_dtype(device.type), device=device)
         for loss in losses:
             sums[0] += loss.loss_sum if self._is_per_token else loss.mean()
             sums[1] += loss.num_tokens if self._is_per_token else 1.0

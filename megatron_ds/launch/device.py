@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ds.config.devices import HOST, is_host
 from megatron_ds.config.problems import user_error
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICE_PACKAGES = (
     "torch_npu", "torch_sdaa", "torch_mlu", "torch_supa", "torch_xmlir", "habana_frameworks",
@@ -83,6 +86,21 @@ def device_index(
     if processes > count:
         raise user_error("more-processes-than-devices", processes=processes, devices=count)
     return local_rank
+
+
+def sum_dtype(device_type: str) -> torch.dtype:
+    """Type of sums on a device: fp64, or fp32 on an accelerator without it, such as Apple's GPUs.
+
+    Args:
+        device_type: The type of a `torch.device`.
+    """
+    import torch
+
+    if is_host(device_type):
+        return torch.float64
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
 
 
 def lacks_toolkit() -> bool:

@@ -28,6 +28,7 @@ from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.evaluation.in_training import TaskEvaluation
 from megatron_ds.launch import device, output
+from megatron_ds.launch.device import sum_dtype
 from megatron_ds.launch.process.lifecycle import ProcessLifecycle
 from megatron_ds.launch.ranks import distributed
 from megatron_ds.launch.startup_timer import StartupTimer
@@ -298,10 +299,10 @@ def _token_bytes(parts: RunParts) -> torch.Tensor | None:
 
 
 def mean_over_group(values: list[float], *, group: Group, device: torch.device) -> list[float]:
-    """Element-wise mean over the ranks of a group, in one float64 all-reduce."""
+    """Element-wise mean over the ranks of a group, in one all-reduce."""
     if group.size == 1:
         return values
-    total = torch.tensor(values, dtype=torch.float64, device=device)
+    total = torch.tensor(values, dtype=sum_dtype(device.type), device=device)
     dist.all_reduce(total, group=group.handle)
     mean: list[float] = (total / group.size).tolist()
     return mean

@@ -37,6 +37,7 @@ from tests.e2e.runs import (
     steps,
 )
 from tests.fake_accelerator import device
+from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, model_of, result_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -347,27 +348,37 @@ def test_a_host_tensor_in_a_step_is_an_error(
     assert "Expected all tensors to be on the same device" in result.output
 
 
-@pytest.mark.parametrize(
-    ("settings", "job", "message"),
-    [
-        ({"distributed_backend": "gloo"}, {}, "gloo does not communicate tensors of fakedev: "),
-        ({}, {"has_fp64": False}, "fakedev has no fp64, in which losses and norms are summed: "),
-    ],
-    ids=["gloo", "fp64"],
-)
-def test_what_the_device_lacks_is_an_error_at_the_start(
-    settings: Settings,
-    job: dict[str, Any],
-    message: str,
-    launcher: Launcher,
-    base: Settings,
-    tmp_path: Path,
+PLAIN = {"is_plain": True}
+"""The device without fp64, streams, pinned memory and a communication backend of its own."""
+
+
+@pytest.mark.parametrize("name", with_proofs(LAYOUTS, LAYOUTS.keys() - {"zero3-dp2", "zero1-pp2"}))
+def test_a_run_on_a_plain_device_equals_that_on_the_cpu(
+    name: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Claim (accelerators): a device without fp64, or gloo for a device whose tensors it does not
-    communicate, is an error at the start"""
-    result = start(launcher, {**base, **SCHEDULE, **settings}, tmp_path, **job)[0].wait()
+    """Claim (accelerators): on a device without fp64, streams, pinned memory and a communication
+    backend, as Apple's GPUs are, a run has the losses and gradient norms of the CPU; sums are in
+    fp32, and gloo gets copies"""
+    ranks, layout = LAYOUTS[name]
+    settings = {**base, **SCHEDULE, **layout}
+    folders = tmp_path / "device", tmp_path / "cpu"
+    run, _ = start(launcher, {**settings, "save": folders[0]}, tmp_path, ranks, **PLAIN)
+    on_cpu = launcher.start({**settings, "save": folders[1]}, ranks=ranks)
+    assert f"on {device.NAME} (gloo_copies)" in run.succeed()
+    on_cpu.succeed()
+    tolerance = 2e-2 if "bf16" in name else 1e-5
+    for read in (steps, evaluations):
+        on_device, expected = map(read, folders)
+        assert on_device == close_to(expected, tolerance)
+
+
+def test_a_router_in_fp64_needs_it(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+    """Claim (accelerators): --moe-router-dtype fp64 on a device without fp64 is an error at the
+    start"""
+    settings = {**base, **SCHEDULE, **EXPERTS, "moe_router_dtype": "fp64"}
+    result = start(launcher, settings, tmp_path, **PLAIN)[0].wait()
     assert result.codes == (1,)
-    assert message in result.output
+    assert "fakedev has no fp64" in result.output
     assert "Traceback" not in result.output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,14 +25,14 @@ BACKEND = "fakeccl"
 class FakeAccelerator(CPU_Accelerator):
     """Asynchronous, as real ones are; has none of DeepSpeed's operations on the device."""
 
-    def __init__(self, *, has_fp64: bool = True) -> None:
+    def __init__(self, *, is_plain: bool = False) -> None:
         super().__init__()
-        self._has_fp64 = has_fp64
+        self._is_plain = is_plain
         self._name = NAME
-        self._communication_backend_name = BACKEND
+        self._communication_backend_name = "gloo" if is_plain else BACKEND
 
     def is_synchronized_device(self) -> bool:
-        return False
+        return self._is_plain
 
     def device_name(self, device_index: int | None = None) -> str:
         return NAME if device_index is None else f"{NAME}:{device_index}"
@@ -68,13 +69,13 @@ class FakeAccelerator(CPU_Accelerator):
 
     @property
     def Stream(self) -> Any:
-        return device.Stream
+        return None if self._is_plain else device.Stream
 
     def stream(self, stream: Any) -> Any:
-        return stream
+        return contextlib.nullcontext() if self._is_plain else stream
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        return device.current_stream(device_index)
+        return None if self._is_plain else device.current_stream(device_index)
 
     @property
     def Event(self) -> Any:
@@ -111,18 +112,20 @@ class FakeAccelerator(CPU_Accelerator):
         return True
 
     def is_fp64_supported(self) -> bool:
-        return self._has_fp64
+        return not self._is_plain
 
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float, torch.half, torch.bfloat16]
 
-    _torch_pins_host_memory = True
+    @property
+    def _torch_pins_host_memory(self) -> bool:
+        return not self._is_plain
 
     def _torch_pin_memory(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory()
+        return tensor if self._is_plain else tensor.pin_memory()
 
     def _torch_empty_pinned(self, tensor: Tensor, shape: Any) -> Tensor:
-        return tensor.new_empty(shape, pin_memory=True)
+        return tensor.new_empty(shape, pin_memory=not self._is_plain)
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Any:
         return super(CPU_Accelerator, self).pin_memory(tensor, make_copy, match_shape)
@@ -214,8 +217,17 @@ for _name in (
     setattr(FakeCCL, _name, _forwarded(_name))
 
 
-def install(library: Path, *, has_fp64: bool = True) -> None:
-    """Makes the device that of torch and of DeepSpeed in this process, once."""
+def install(library: Path, *, is_plain: bool = False) -> None:
+    """Makes the device that of torch and of DeepSpeed in this process, once.
+
+    Args:
+        library: The library of the device.
+        is_plain: Without fp64, streams, pinned memory and a communication backend, as Apple's GPUs
+            are.
+    """
     device.install(library)
-    dist.Backend.register_backend(BACKEND, FakeCCL, devices=[NAME])
-    set_accelerator(FakeAccelerator(has_fp64=has_fp64))
+    if is_plain:
+        torch.ops.fakedev.set_fp64(False)
+    else:
+        dist.Backend.register_backend(BACKEND, FakeCCL, devices=[NAME])
+    set_accelerator(FakeAccelerator(is_plain=is_plain))

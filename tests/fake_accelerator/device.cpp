@@ -18,6 +18,7 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <limits>
@@ -40,6 +41,12 @@ std::map<std::string, int64_t> counters;
 void count(const std::string& name, int64_t amount = 1) {
   std::lock_guard guard(mutex);
   counters[name] += amount;
+}
+
+std::atomic<bool> has_fp64{true};
+
+void refuse_fp64(at::ScalarType dtype) {
+  TORCH_CHECK(has_fp64 || dtype != at::kDouble, "fakedev has no fp64");
 }
 
 // Device values that reach the host. Python notes from where.
@@ -416,6 +423,7 @@ struct Views {
 
   Tensor to_device(const Tensor& tensor) {
     if (!tensor.defined()) return tensor;
+    refuse_fp64(tensor.scalar_type());
     for (auto& [original, view] : tensors)
       if (view.is_same(tensor)) return original;
     for (auto& [original, view] : storages)
@@ -508,6 +516,7 @@ Tensor empty_memory_format(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
     std::optional<Device> device, std::optional<bool>,
     std::optional<at::MemoryFormat> memory_format) {
+  refuse_fp64(c10::dtype_or_default(dtype));
   c10::DeviceGuard guard(device.value_or(Device(KIND)));
   return at::detail::empty_generic(
       size, &memory(), c10::DispatchKeySet(DispatchKey::PrivateUse1),
@@ -517,6 +526,7 @@ Tensor empty_memory_format(
 Tensor empty_strided(
     at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+  refuse_fp64(c10::dtype_or_default(dtype));
   c10::DeviceGuard guard(device.value_or(Device(KIND)));
   return at::detail::empty_strided_generic(
       size, stride, &memory(), c10::DispatchKeySet(DispatchKey::PrivateUse1),
@@ -629,6 +639,8 @@ c10::Dict<std::string, int64_t> take_counters() {
   return taken;
 }
 
+void set_fp64(bool value) { has_fp64 = value; }
+
 int64_t attention_kernel(
     const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
     std::optional<double>, bool) {
@@ -664,6 +676,7 @@ TORCH_LIBRARY(fakedev, library) {
   library.def("host_view(Tensor tensor) -> Tensor", host_view);
   library.def("get_rng_state(int device) -> Tensor", get_rng_state);
   library.def("set_rng_state(int device, Tensor state) -> ()", set_rng_state);
+  library.def("set_fp64(bool value) -> ()", set_fp64);
   library.def("take_counters() -> Dict(str, int)", take_counters);
   c10::SetAllocator(KIND, &memory());
   at::RegisterPrivateUse1HooksInterface(new Hooks);

@@ -1,8 +1,8 @@
 """Runs a program of the package on the fake accelerator, and writes what the device has noted.
 
 FAKE_ACCELERATOR is a JSON object: the library of the device, a file for the report, and the path of
-the program; without one it is a training, which may have a `mistake`. The device may have no fp64,
-and DeepSpeed may be missing.
+the program; without one it is a training, which may have a `mistake`. The device may be a
+plain one, see `accelerator.install`, and DeepSpeed may be missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     job = json.loads(os.environ["FAKE_ACCELERATOR"])
     from tests.fake_accelerator import accelerator, device  # imports torch
 
-    accelerator.install(Path(job["library"]), has_fp64=job.get("has_fp64", True))
+    accelerator.install(Path(job["library"]), is_plain=job.get("is_plain", False))
     if job.get("without_deepspeed"):
         sys.modules["deepspeed"] = None  # type: ignore[assignment]
     try:

@@ -107,7 +107,7 @@ def _best_extensions(
     vocab = logprobs_BV.shape[-1]
     # fp64: the differences between long sums are small.
     sums_B = torch.tensor([beam.score for beam in beams], dtype=torch.float64)
-    sums = (sums_B[:, None] + logprobs_BV.double().cpu()).flatten()
+    sums = (sums_B[:, None] + logprobs_BV.cpu().double()).flatten()
     check_finite(sums.max().view(1).tolist())  # NaN if any sum is
     values, indexes = sums.topk(min(count, sums.numel()))
     return [

@@ -40,6 +40,9 @@ R = TypeVar("R")
 THREADS = "OMP_NUM_THREADS"
 RECORDED_COLLECTIVES = 100
 """Collectives that torch's flight recorder keeps for the report of a rank that hangs."""
+GLOO = "gloo"
+COPYING = "gloo_copies"
+"""gloo, for tensors that it does not communicate: see `host_copies`."""
 IN_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set by torchrun in its ranks, and not in its own environment."""
 
@@ -89,8 +92,6 @@ def init_distributed(
     if config.hang_timeout is not None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     accelerator = get_accelerator()
-    if not accelerator.is_fp64_supported():
-        raise user_error("device-without-fp64", device=accelerator.device_name(), host=HOST)
     backend = _select_backend(config, accelerator)
     if config.deterministic_mode:
         # cuBLAS reads it when it is first used.
@@ -104,7 +105,7 @@ def init_distributed(
         roll_call.describe(DEVICES, {"the type of devices": accelerator.device_name()})
         roll_call.attend(timeout, rendezvous)
     with rendezvous():
-        if backend == "gloo":
+        if backend in (GLOO, COPYING):
             # DeepSpeed would bind the group to the device. torch then splits further groups from
             # it, which gloo cannot.
             dist.init_process_group(backend, timeout=timeout)
@@ -120,17 +121,19 @@ def init_distributed(
 def _select_backend(config: RuntimeConfig, accelerator: Any) -> str:
     """The accelerator's communication backend, or gloo if it is requested or the other missing.
 
-    Raises:
-        UserError: If gloo does not communicate tensors of the device.
+    Tensors of a device that gloo does not communicate are copied to the host.
     """
     import torch.distributed as dist
 
     native: str = accelerator.communication_backend_name()
     is_missing = native in ("ccl", "mpi") and not dist.is_backend_available(native)
-    backend = "gloo" if config.distributed_backend == "gloo" or is_missing else native
+    backend = GLOO if config.distributed_backend == GLOO or is_missing else native
     device = accelerator.device_name()
-    if backend != native and device not in dist.Backend.backend_capability[backend]:
-        raise user_error("gloo-without-device", device=device, backend=native)
+    if backend == GLOO and device not in dist.Backend.backend_capability[backend]:
+        from megatron_ds.launch.ranks import host_copies
+
+        host_copies.register(COPYING, device)
+        return COPYING
     if config.distributed_backend not in (None, backend):
         problem = Problem("backend-unsupported", settings=config, device=device, backend=backend)
         warn_on_rank(problem)
@@ -150,7 +153,7 @@ def _select_device(accelerator: Any, backend: str) -> int:
         environment.local_world_size(),
         accelerator.device_count(),
         is_shared=environment.has_shared_devices(),
-        may_share=backend == "gloo",
+        may_share=backend in (GLOO, COPYING),
     )
     environment.use_device(index)
     accelerator.set_device(index)
@@ -166,7 +169,7 @@ def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
     import torch.distributed as dist
 
     device = torch.device(HOST)
-    backend = "gloo"
+    backend = GLOO
     if accelerator := torch.accelerator.current_accelerator(check_available=True):
         device = torch.device(accelerator.type, environment.local_rank())
         torch.accelerator.set_device_index(device.index)
@@ -247,7 +250,7 @@ def create_host_group(timeout: timedelta) -> torch.distributed.ProcessGroup | No
     """
     import torch.distributed as dist
 
-    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    return None if dist.get_backend() == GLOO else dist.new_group(backend=GLOO, timeout=timeout)
 
 
 def destroy_process_group() -> None:
