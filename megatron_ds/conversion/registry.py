@@ -45,6 +45,8 @@ from megatron_ds.conversion.source import (
     WriteOptions,
 )
 from megatron_ds.conversion.trainers.litgpt import open_litgpt
+from megatron_ds.conversion.trainers.nanotron import open_nanotron
+from megatron_ds.conversion.trainers.neox import open_neox
 from megatron_ds.conversion.trainers.olmo_core import open_olmo_core
 from megatron_ds.conversion.trainers.torchtitan import open_torchtitan
 from megatron_ds.conversion.trainers.write_distributed import write_olmo_core, write_torchtitan
@@ -86,9 +88,11 @@ FORMATS = (
     # Some have a file that is a mark of torch_dist.
     Format("torchtitan", _is_of("torchtitan"), open_torchtitan, verify_tensors, write_torchtitan),
     Format("olmo_core", _is_of("olmo_core"), open_olmo_core, verify_tensors, write_olmo_core),
+    Format("nanotron", _is_of("nanotron"), open_nanotron, verify_tensors),
     Format("litgpt", _is_of("litgpt"), open_litgpt, verify_tensors, write_litgpt),
     # Megatron-DeepSpeed's folders have the names of native ones.
     Format("megatron", has_kind(LEGACY, DEEPSPEED), open_megatron, verify_tensors, write_megatron),
+    Format("neox", has_kind(DEEPSPEED), open_neox, verify_tensors),
     Format("torch_dist", has_kind(TORCH_DIST), open_megatron, verify_tensors, write_torch_dist),
     Format("universal", is_own_universal, open_universal, verify_save_folder, write_universal),
     Format("universal", has_kind(UNIVERSAL), open_megatron, verify_tensors),

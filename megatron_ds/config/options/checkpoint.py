@@ -18,13 +18,15 @@ SAVE = when(save=ANY_VALUE)
 LOAD = when(load=ANY_VALUE)
 
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
-TRAINERS = ("torchtitan", "olmo_core", "litgpt")
+READ_ONLY = ("nanotron", "neox")
+"""Formats of the checkpoints of other trainers that are not written."""
+TRAINERS = ("torchtitan", "olmo_core", "litgpt", *READ_ONLY)
 """Formats of the checkpoints of other trainers."""
 FORMATS = ("native", "universal", "hf", "megatron", "torch_dist", "gguf", *TRAINERS)
 """Formats that --load can name before the folder, as in hf:FOLDER."""
 REFUSED_FORMATS = ("nanochat",)
 """Formats that it can name, too, whose models have parts that do not exist here."""
-WRITTEN_FORMATS = FORMATS
+WRITTEN_FORMATS = tuple(name for name in FORMATS if name not in READ_ONLY)
 """Formats of tools/convert_checkpoint.py --to."""
 FORMAT_SYNONYMS = {"huggingface": "hf", "transformers": "hf", "torch-dist": "torch_dist"}
 

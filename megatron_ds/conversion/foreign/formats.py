@@ -88,12 +88,6 @@ def _nanogpt(contents: FolderContents) -> Path | None:
     return _first(contents.matching(r".*\.pt"), lambda path: keys <= pickled_texts(path))
 
 
-def _nanotron(contents: FolderContents) -> Path | None:
-    path = contents.path / "checkpoint_metadata.json"
-    is_nanotron = contents.has("model_config.json") or contents.has("model")
-    return path if is_nanotron and path.name in contents.names else None
-
-
 def _llm_c(contents: FolderContents) -> Path | None:
     return _first(contents.matching(r".*\.bin"), lambda path: starts_with(path, LLM_C))
 
@@ -346,7 +340,6 @@ before the libraries that it saves with."""
 CERTAIN = (
     ForeignFormat("foreign-litgpt-adapter", "litgpt, adapters", _litgpt),
     ForeignFormat("foreign-nanochat", "nanochat", _nanochat),
-    ForeignFormat("foreign-nanotron", "nanotron", _nanotron),
     ForeignFormat("foreign-nanogpt", "nanoGPT", _nanogpt),
     ForeignFormat("foreign-llm-c", "llm.c", _llm_c),
     ForeignFormat("foreign-composer", "Composer", _composer),

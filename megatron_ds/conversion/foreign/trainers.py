@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_ds.checkpoint.metadata import RUN, list_checkpoints
 from megatron_ds.config.options.checkpoint import TRAINERS
 from megatron_ds.conversion.foreign.contents import FolderContents, tensor_names
+from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.weights_locations import is_weights_folder
 
 AUTO = "auto"
@@ -21,6 +22,8 @@ INDEX = ".metadata"
 """Index of a checkpoint of torch.distributed."""
 LITGPT_WEIGHTS = "lit_model.pth"
 LITGPT_SETTINGS = "model_config.yaml"
+NANOTRON_METADATA = "checkpoint_metadata.json"
+NANOTRON_SETTINGS = "model_config.json"
 OLMO_CORE_STATES = "model_and_optim"
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = f"{SAFETENSORS}.index.json"
@@ -73,7 +76,9 @@ def is_own(folder: Path) -> bool:
 
 def _steps(path: Path) -> Iterable[Path]:
     """The folders of steps below a folder, the newest first."""
-    return [step for step in reversed(FolderContents(path).matching(r"step-?\d+")) if step.is_dir()]
+    return [
+        step for step in reversed(FolderContents(path).matching(r"(step-?)?\d+")) if step.is_dir()
+    ]
 
 
 def _litgpt(contents: FolderContents, is_named: bool) -> Path | None:
@@ -106,10 +111,27 @@ def _olmo_core(contents: FolderContents, is_named: bool) -> Path | None:
     return None
 
 
+def _nanotron(contents: FolderContents, is_named: bool) -> Path | None:
+    """The folder of a step; latest.txt of the one above names it."""
+    del is_named
+    is_nanotron = contents.has(NANOTRON_SETTINGS) or contents.has("model")
+    return contents.first_of(NANOTRON_METADATA) if is_nanotron else None
+
+
+def _neox(contents: FolderContents, is_named: bool) -> Path | None:
+    """Files of DeepSpeed with the settings of gpt-neox, which `megatron` reads without the name."""
+    checkpoint = detect_megatron(contents.path) if is_named else None
+    if checkpoint is None or not any((checkpoint.path / "configs").glob("*.yml")):
+        return None
+    return checkpoint.path / "configs"
+
+
 FINDERS: dict[str, Callable[[FolderContents, bool], Path | None]] = {
     "torchtitan": _torchtitan,
     "olmo_core": _olmo_core,
     "litgpt": _litgpt,
+    "nanotron": _nanotron,
+    "neox": _neox,
 }
 """By format, a function that finds the file that shows it in a folder, which may be named as one of
 the format."""

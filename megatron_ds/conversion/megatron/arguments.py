@@ -347,9 +347,8 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
         f"activation {activation}": activation != "gelu",
         "one norm of attention and MLP (gpt_j_tied)": bool(values.get("gpt_j_tied")),
     }
-    for part, is_lacking in lacking.items():
-        if is_lacking:
-            raise user_error("megatron-part-unsupported", path=path, part=part)
+    if parts := [part for part, is_lacking in lacking.items() if is_lacking]:
+        raise user_error("megatron-part-unsupported", path=path, part="; ".join(parts))
     epsilon = "rms_norm_epsilon" if norm == "rmsnorm" else "layernorm_epsilon"
     return {
         **{name: values[theirs] for name, theirs in TABLES["neox"].items() if theirs in values},

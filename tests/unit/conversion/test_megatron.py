@@ -500,6 +500,16 @@ def test_a_part_of_neox_that_the_model_lacks_is_named(
         open_megatron(folder).weights()
 
 
+def test_neox_has_a_name_of_its_own(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(files="neox pipeline"))
+    named = open_source(folder, "neox")
+    recognized = open_source(folder)
+    assert (named.format, recognized.format) == ("neox", "megatron-deepspeed")
+    assert named.settings == recognized.settings
+    for name, tensor in recognized.tensors.items():
+        assert torch.equal(named.tensors[name].read(), tensor.read())
+
+
 def test_neox_without_its_settings_needs_the_flags(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(files="neox pipeline"))
     shutil.rmtree(folder / "global_step7" / "configs")
