@@ -148,13 +148,15 @@ def _format_of(path: str, recognized: Recognized | None) -> str:
 
 def _mixed_splits(folder: str, paths: Iterable[str]) -> Iterator[Problem]:
     """The problem of a folder with files of several splits: validation must not be trained on."""
-    splits = dict[str, str]()
-    for path in paths:
-        for match in SPLIT_NAMES.finditer(os.path.basename(path)):
-            splits.setdefault(match[1].lower()[:3], path)
-    if len(splits) > 1:
-        shown = ", ".join(os.path.basename(path) for path in splits.values())
-        yield Problem("foreign-splits-mixed", folder=folder, shown=shown)
+    splits = {
+        os.path.basename(path): {
+            match[1].lower()[:3] for match in SPLIT_NAMES.finditer(os.path.basename(path))
+        }
+        for path in paths
+    }
+    if any(splits.values()) and not set.intersection(*splits.values()):
+        shown = {str(sorted(names)): name for name, names in splits.items()}
+        yield Problem("foreign-splits-mixed", folder=folder, shown=", ".join(shown.values()))
 
 
 def _missing_parts(folder: str, paths: Iterable[str]) -> Iterator[Problem]:

@@ -144,6 +144,26 @@ def test_each_file_may_be_a_document(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "is_mixed"),
+    [
+        ("a_train.bin b_train.bin", False),
+        ("my_test_train.bin", False),
+        ("0.bin contest.bin", False),
+        ("train.bin val.bin", True),
+        ("0.bin validation.bin", True),
+    ],
+)
+def test_files_of_several_splits_are_not_mixed(
+    names: str, is_mixed: bool, tmp_path: Path, run: Run
+) -> None:
+    for name in names.split():
+        foreign.write(tmp_path / "in" / name, foreign.numbers(TOKENS))
+    flags = ("--input", tmp_path / "in", "--output-prefix", tmp_path / "o", *BY_TOKEN)
+    printed = run(*flags, status=int(is_mixed)).err
+    assert printed_codes(printed) == ["foreign-splits-mixed"] * is_mixed
+
+
+@pytest.mark.parametrize(
     ("size", "dtype"), [(None, "uint16"), (65_499, "uint16"), (65_500, "int32"), (301, "uint16")]
 )
 def test_ids_are_stored_as_preprocessing_does(
