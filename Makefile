@@ -66,7 +66,7 @@ test-libaio: $(TESTED) ## the tests that offload to NVMe, which need libaio and 
 test-gpu: $(VENV)/.dev-installed ## the tests that need an accelerator, on the one that DeepSpeed finds
 	$(RUN)/python -m pytest -m gpu tests
 
-test-interop: $(INTEROP)/.installed ## compare token files, samples and checkpoints with megatron-core, which it downloads
+test-interop: $(INTEROP)/.installed ## compare with megatron-core and llama.cpp, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
 test-commands: $(TESTED) ## the commands of the README, the tutorial and other pages, in a fresh clone
@@ -127,9 +127,11 @@ $(VENV)/.ops-built: $(VENV)/.installed
 	@"$(RUN)/python" tools/build_ops.py
 	@touch $@
 
-$(INTEROP)/.installed: tests/interop/requirements.txt $(VENV)/.installed
+$(INTEROP)/.installed: tests/interop/requirements.txt tests/interop/engines.txt $(VENV)/.installed
 	rm -rf $(INTEROP)
 	$(PIP) --quiet --no-deps --target $(INTEROP) -r tests/interop/requirements.txt
+	$(PIP) --quiet --no-deps --only-binary :all: --target $(INTEROP) -r tests/interop/engines.txt \
+		|| echo "no wheel of tests/interop/engines.txt for this machine: its tests are skipped"
 	@touch $@
 
 $(RAY)/.installed: tests/ray/requirements.txt $(VENV)/.installed

@@ -189,7 +189,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
         Tests(("tests/lowering",), workers=False).run,
     ),
     "interop": (
-        "token files, samples and checkpoints of `megatron-core`",
+        "token files, samples and checkpoints of `megatron-core`, files of llama.cpp",
         Tests(
             ("tests/interop",),
             selected="interop",
