@@ -78,7 +78,7 @@ setup(
         "server": ["fastapi>=0.115", "prometheus-client>=0.23.1", "uvicorn>=0.30"],
         "eval": ["datasets>=3.6", "lm_eval>=0.4.13"],
         "wandb": ["wandb>=0.19"],
-        "all": ["megatron_ds[preprocess,tokenizers,cleaning,s3,plot,server,eval,wandb]"],
+        "all": ["megatron_ds[preprocess,tokenizers,cleaning,gguf,s3,plot,server,eval,wandb]"],
         "test": [
             "hypothesis>=6.100",
             "playwright>=1.50",
