@@ -129,7 +129,7 @@ def train(config: ModelConfig, lr: float, steps: int, seed: int, data: Tensor) -
     optimizer = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=options.adam_eps)
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randperm(len(data) // SEQUENCE - 1, generator=generator) * SEQUENCE
-    losses = []
+    losses: list[float] = []
     for step in range(steps):
         warm_up = WARM_UP * steps
         factor = min((step + 1) / warm_up, (steps - step) / (steps - warm_up))

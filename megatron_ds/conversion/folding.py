@@ -61,7 +61,7 @@ def folded(source: SourceCheckpoint) -> SourceCheckpoint:
 
 
 def _with_multipliers(
-    source: SourceCheckpoint, values: dict[str, float | None]
+    source: SourceCheckpoint, values: Mapping[str, float | None]
 ) -> SourceCheckpoint:
     settings = source.settings
     fixed, defaults = (
@@ -131,8 +131,8 @@ def _written(model: ModelConfig, moe: MoEConfig, names: list[str]) -> Iterator[s
     """Weights and biases whose products are added to the residual stream."""
     if model.residual_factor != 1.0 and residual_form(model).post:
         raise user_error("mup-not-foldable", part="norms of what is added")
-    last = ("attention.proj", "mlp.fc_out", "mlp.shared.fc_out")
-    last += ("mlp.experts.fc_out",) if moe.moe_latent_size is None else ("mlp.latent_out",)
+    last = ["attention.proj", "mlp.fc_out", "mlp.shared.fc_out"]
+    last.append("mlp.experts.fc_out" if moe.moe_latent_size is None else "mlp.latent_out")
     for name in names:
         if name.rpartition(".")[0].partition(".")[2].partition(".")[2] in last:
             yield name
