@@ -44,7 +44,7 @@ class Wandb(RowLogger):
                 entity=config.logging.wandb_entity,
                 name=config.logging.wandb_exp_name,
                 # wandb writes below a folder "wandb" in it.
-                dir=folder.parent if folder.name == "wandb" else folder,
+                dir=str(folder.parent if folder.name == "wandb" else folder),
                 id=file.read_text(encoding="utf-8").strip(),
                 resume="allow",
                 config=config.to_dict(),
