@@ -23,6 +23,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -356,7 +357,8 @@ def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
     yield "\n"
     for name, run in sorted(runs.items()):
         if left_out := [each for each in sets_of_tests(name) if each not in run["sets"]]:
-            yield f"- Of `{name}` these sets did not run: {', '.join(left_out)}.\n"
+            text = f"- Of `{name}` these sets did not run: {', '.join(left_out)}."
+            yield textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False) + "\n"
 
 
 def _packages(runs: Mapping[str, Run]) -> Iterator[str]:
@@ -372,7 +374,7 @@ def _packages(runs: Mapping[str, Run]) -> Iterator[str]:
 def _reasons() -> Iterator[str]:
     yield "\n## Lower bounds\n\nWhy these are not lower:\n\n"
     for package, reason in REASONS.items():
-        yield f"- {package}: {reason}.\n"
+        yield textwrap.fill(f"- {package}: {reason}.", 120, subsequent_indent="  ") + "\n"
 
 
 def _failures(runs: Mapping[str, Run]) -> Iterator[str]:

@@ -302,10 +302,10 @@ def test_wrong_paths_are_rejected(tmp_path: Path, saved: Path, run: Run) -> None
     assert codes(tmp_path / "gone", status=2) == missing
     assert codes(saved / "one", tmp_path / "gone", status=2) == missing
     assert codes(saved / "one" / "latest", status=2) == ["load-is-a-file"]
-    foreign = write_tree("litgpt", tmp_path / "foreign")
-    assert codes(saved / "one", foreign / "lit_model.pth", status=2) == ["foreign-litgpt"]
+    foreign = write_tree("nanochat", tmp_path / "foreign")
+    assert codes(saved / "one", foreign / "model_000010.pt", status=2) == ["foreign-nanochat"]
     for flags in ((), ("--verify",)):
-        assert codes(foreign, *flags, status=2) == ["foreign-litgpt"]
+        assert codes(foreign, *flags, status=2) == ["foreign-nanochat"]
     shutil.rmtree(foreign)
     for flags in ((), ("--verify",), (saved / "one",)):
         assert codes(tmp_path, *flags, status=1) == ["weights-format-unknown"]
