@@ -18,6 +18,10 @@ TREES = tables(__file__)
 """The files of a checkpoint, the code of its message, and the file that the message shows."""
 
 
+REFUSED = [name for name, tree in TREES.items() if "code" in tree]
+"""Cases whose format is not read."""
+
+
 def write_tree(name: str, folder: Path) -> Path:
     """Writes the files of a case, and returns the folder."""
     for path, content in TREES[name]["files"].items():

@@ -26,11 +26,10 @@ from tests.import_graph import REPOSITORY
 from tests.object_server import BUCKET, s3_server
 from tests.problems import codes, raises_problem
 from tests.unit.checkpoint.native_writer import random_states, write_checkpoint
-from tests.unit.conversion.foreign_trees import TREES, write_tree
+from tests.unit.conversion.foreign_trees import REFUSED, TREES, write_tree
 from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.models import SMALL, random_source
 
-REFUSED = [name for name, tree in TREES.items() if "code" in tree]
 READ = [name for name, tree in TREES.items() if "read" in tree]
 PEERS = {
     "nanochat": "foreign-nanochat",

@@ -181,9 +181,9 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, codes_of: Codes) -> N
 def test_another_programs_checkpoint_is_a_problem_of_the_flags(
     tmp_path: Path, codes_of: Codes
 ) -> None:
-    folders = [write_tree(name, tmp_path / name) for name in ("torchtitan", "litgpt")]
+    folders = [write_tree(name, tmp_path / name) for name in ("nanochat", "nanoGPT")]
     found = codes_of("--load", folders[0], "--merge-with", folders[1])
-    assert sorted(found) == ["foreign-litgpt", "foreign-torchtitan"]
+    assert sorted(found) == ["foreign-nanochat", "foreign-nanogpt"]
 
 
 @pytest.mark.parametrize(("arguments", "code"), TABLES["invalid_options_are_reported"])

@@ -20,7 +20,7 @@ from megatron_ds.training.run import complete_settings
 from megatron_ds.training.start import preflight
 from tests.problems import codes, fields
 from tests.unit.checkpoint.fakes import Managers, run_of, save
-from tests.unit.conversion.foreign_trees import TREES, write_tree
+from tests.unit.conversion.foreign_trees import REFUSED, TREES, write_tree
 from tests.unit.conversion.models import SMALL, random_source
 
 
@@ -79,7 +79,7 @@ def test_weights_are_opened_once(tmp_path: Path, calls: list[str]) -> None:
     assert calls == ["detect_megatron", "list_folder", *opening]
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", REFUSED)
 def test_another_programs_checkpoint_is_one_problem(name: str, tmp_path: Path) -> None:
     """Whatever format is given, and also if flags describe the model: a run would start with random
     weights. A plan needs no weights.
@@ -99,18 +99,18 @@ def test_another_programs_checkpoint_is_one_problem(name: str, tmp_path: Path) -
 
 
 def test_another_programs_weights_to_start_from_are_one_problem(tmp_path: Path) -> None:
-    folder = write_tree("litgpt", tmp_path / "foreign")
+    folder = write_tree("nanochat", tmp_path / "foreign")
     _, _, problems = make_plan(run_of(tmp_path / "new", pretrained_checkpoint=str(folder)))
-    assert codes(problems) == ["foreign-litgpt"]
+    assert codes(problems) == ["foreign-nanochat"]
     assert fields(problems) == [("pretrained_checkpoint",)]
 
 
 def test_a_save_folder_may_have_other_programs_files_below_it(tmp_path: Path) -> None:
-    write_tree("litgpt", tmp_path / "exports")
+    write_tree("nanochat", tmp_path / "exports")
     run = run_of(tmp_path, num_layers=2, save=str(tmp_path))
     assert make_plan(run)[2] == []
-    write_tree("litgpt", tmp_path)
-    assert codes(make_plan(run)[2]) == ["foreign-litgpt"]
+    write_tree("nanochat", tmp_path)
+    assert codes(make_plan(run)[2]) == ["foreign-nanochat"]
 
 
 def test_a_file_is_one_problem(tmp_path: Path) -> None:
