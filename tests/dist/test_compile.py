@@ -41,9 +41,10 @@ MOE = {"num_experts": (4,), "moe_router_topk": 2, "moe_shared_expert_intermediat
 EXPERTS = Case(2, 1, 1, 1, "swiglu", "adamw", {"moe": MOE}, ep=2)
 CONTEXT = Case(2, 1, 1, 1, "gqa", "adamw", cp=2)
 BY_LAYER = {"parallel": {"cp_comm_type": ("p2p", "a2a")}}
-IN_MAKE_TEST = {"experts": EXPERTS, "context": CONTEXT}
+IN_MAKE_TEST = {"context": CONTEXT}
 LAYOUTS = {
     **IN_MAKE_TEST,
+    "experts": EXPERTS,
     "context by layer with zero3": Case(2, 3, 1, 1, "learned", "adamw", BY_LAYER, cp=2),
     "context with latent attention": Case(2, 1, 1, 1, "latent", "adamw", cp=2),
     "ulysses": Case(2, 1, 1, 1, "learned", "adamw", sp=2),

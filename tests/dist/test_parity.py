@@ -49,6 +49,7 @@ PROOFS = (
     ROWS[17],
     ROWS[19],
     ROWS[21],
+    *(row for row in ROWS if row.model == "mup" and (row.world == 4 or row.optimizer == "grouped")),
     *(case for case in OF_MATRICES if case.world == 2),
 )
 ZERO3 = [case for case in CASES if case.stage == 3]
