@@ -136,6 +136,29 @@ def test_signal_before_the_imports(launcher: Launcher, base: Settings) -> None:
     assert result.output.startswith(said)
 
 
+WRAPPING = """
+import os
+import signal
+from megatron_ds.launch.process.lifecycle import process_lifecycle
+
+class Attribute:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+with process_lifecycle():
+    class Owner:
+        attribute = Attribute()
+"""
+"""A program that gets a signal where Python 3.11 turns every exception into a RuntimeError."""
+
+
+def test_signal_inside_of_an_import_that_wraps_exceptions(launcher: Launcher) -> None:
+    result = launcher.command([sys.executable, "-c", WRAPPING]).wait()
+    assert result.codes == (143,)
+    assert "was stopped by SIGTERM before training started" in result.output
+
+
 def has_handler(pid: int, number: signal.Signals) -> bool:
     """Whether a process has installed a handler for a signal."""
     status = Path(f"/proc/{pid}/status")

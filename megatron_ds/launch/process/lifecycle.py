@@ -211,13 +211,17 @@ class ProcessLifecycle:
         Skips the interpreter's clean-up, which would wait for ranks that are gone. A `sys.exit`
         that no other rank waits for is raised again.
         """
-        is_exit = isinstance(error, SystemExit) and not isinstance(error, _StartupInterrupted)
-        if is_exit and (self._finished.is_set() or self._end.board is None):
+        interruption = _interruption(error)
+        if (
+            interruption is None
+            and isinstance(error, SystemExit)
+            and (self._finished.is_set() or self._end.board is None)
+        ):
             raise error
         self._interruptible_pid = 0
         report = error_report.make_report(error)
-        if isinstance(error, _StartupInterrupted):
-            report = error_report.startup_report(error.reason)
+        if interruption is not None:
+            report = error_report.startup_report(interruption.reason)
         watch = self.host_watch
         if suspended := watch.was_suspended and error_report.is_collective_error(error):
             report = error_report.suspension_report(watch.suspended_s)
@@ -408,6 +412,17 @@ def guest_lifecycle() -> Iterator[ProcessLifecycle]:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
             destroy_process_group()
+
+
+def _interruption(error: BaseException | None) -> _StartupInterrupted | None:
+    """The signal that an error comes from.
+
+    It arrives in the middle of an import, where Python 3.11 turns what `__set_name__` raises into a
+    RuntimeError.
+    """
+    while error is not None and not isinstance(error, _StartupInterrupted):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _ignore_signals() -> None:
