@@ -172,7 +172,6 @@ def check_step(
             norm=last["grad_norm"] if pair.steps == 1 else None,
             clip=pair.config.optimizer.clip_grad,
             applied=pair.first.run.steps or 0 if pair.first.run else 0,
-            decay=last["weight_decay"],
             rates=_rates(pair),
             iteration=pair.end,
             parts=computed.micro_batches,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,7 @@ from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.options.checkpoint import missing_folder
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.engine.ds_config.fields import field_value
-from megatron_ds.training.replay.one_process import Trust, start_replay
+from megatron_ds.training.replay.one_process import start_replay, trust_of
 from megatron_ds.training.replay.verification import verify
 
 
@@ -57,21 +55,13 @@ class Options:
         if self.script is not None:
             yield from file_problems("script", self.script)
 
-    @property
-    def changes(self) -> frozenset[str]:
-        """The fields that flags of pretrain_gpt.py set."""
-        of_tool = {item.name for item in dataclasses.fields(self)}
-        return self.given - of_tool
-
 
 def work(options: Options) -> int:
-    changes = {name: field_value(options.training, name) for name in options.changes}
-    trust = Trust(changes, options.trust_recorded_files)
     limit = options.tolerance
     run = Path(options.run)
     replay = partial(start_replay, options.script, options.show_logs)
     try:
-        return verify(run, options.steps, replay, print, tolerance=limit, trust=trust)
+        return verify(run, options.steps, replay, print, tolerance=limit, trust=trust_of(options))
     except UserError as error:  # with another status than a difference
         fail(error.problems, table_of(Options))
 

@@ -63,7 +63,6 @@ class Step:
         norm: Norm of the expected gradient before clipping, None if there were several steps.
         clip: Largest norm that is not clipped; 0: none.
         applied: Number of applied steps of the optimizer before.
-        decay: Weight decay of the settings.
         rates: Learning rates of the schedule near this step, by iteration.
         iteration: The last iteration.
         parts: Reads the gradient of each micro-batch, by name; a long computation. Empty if there
@@ -73,7 +72,6 @@ class Step:
     norm: float | None
     clip: float
     applied: int
-    decay: float
     rates: Mapping[int, float]
     iteration: int
     parts: Callable[[], Sequence[TensorReaders]]

@@ -44,6 +44,18 @@ class Trust:
     files: bool = False
 
 
+def trust_of(options: Any) -> Trust:
+    """What the options of a program that replays steps permit.
+
+    Args:
+        options: A dataclass with `training`, the settings of flags of pretrain_gpt.py, `given`, the
+            names of all given options, and `trust_recorded_files`.
+    """
+    of_tool = {item.name for item in dataclasses.fields(options)}
+    changes = {name: field_value(options.training, name) for name in options.given - of_tool}
+    return Trust(changes, options.trust_recorded_files)
+
+
 def one_process(
     before: Config, values: Mapping[str, Any], run: Path, folder: Path, trust: Trust
 ) -> Config:

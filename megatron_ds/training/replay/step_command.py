@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.inspect.options import folder_problems, format_and_folder
-from megatron_ds.engine.ds_config.fields import field_value
 from megatron_ds.launch.output import print_error
-from megatron_ds.training.replay.one_process import Trust, start_replay
+from megatron_ds.training.replay.one_process import start_replay, trust_of
 
 
 @dataclass(frozen=True)
@@ -58,19 +56,12 @@ class Options:
         if self.script is not None:
             yield from file_problems("script", self.script)
 
-    @property
-    def changes(self) -> frozenset[str]:
-        """The fields that flags of pretrain_gpt.py set."""
-        of_tool = {item.name for item in dataclasses.fields(self)}
-        return self.given - of_tool
-
 
 def work(options: Options) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
         from megatron_ds.training.replay.check_step import check_step, open_pair  # takes seconds
 
-    changes = {name: field_value(options.training, name) for name in options.changes}
-    trust = Trust(changes, options.trust_recorded_files)
+    trust = trust_of(options)
     replay = partial(start_replay, options.script, options.show_logs)
     first, second = (format_and_folder(text)[1] for text in (options.first, options.second))
     try:

@@ -107,7 +107,6 @@ class TensorComparison:
     """Whether exp_avg is what steps from empty moments would give."""
     update: Fit
     update_rounding: float
-    weight: Fit
     order: str
     """Slices of the weight in another order; empty if that does not explain the difference."""
     gradient_order: str
@@ -164,7 +163,6 @@ def _compare(name: str, results: Results) -> TensorComparison:
         is_dropped=bool(old.any()) and float(empty.norm()) <= 1e-4 * float(run["exp_avg"].norm()),
         update=Fit.of(*updates),
         update_rounding=update_rounding,
-        weight=weight,
         order=_order(run["weight"], expected["weight"]) if is_far else "",
         gradient_order=_order(*gradients) if gradient.rest > 0.1 * gradient.base else "",
         decay=_by_two(updates[0], updates[1], before["weight"]),

@@ -136,7 +136,6 @@ def diagnose(**mistake: Any) -> Finding | None:
         norm=correct.norm,
         clip=CLIP,
         applied=BEFORE,
-        decay=DECAY,
         rates=RATES,
         iteration=BEFORE + 1,
         parts=lambda: parts,
