@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, NotImplementedBuilder
 from torch import Tensor
 
+from megatron_ds.launch.ranks.host_copies import METHODS, HostCopies
 from tests.fake_accelerator import device
 from tests.fake_accelerator.device import NAME
 
@@ -155,26 +155,14 @@ for _type, _dtype in {
     setattr(FakeAccelerator, _type, _tensor_type(_dtype))
 
 
-class FakeCCL(dist.ProcessGroup):
+class FakeCCL(HostCopies):
     """Communicates tensors of the device over gloo, and refuses those of the host, as NCCL does."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        gloo._set_sequence_number_for_group()
-        self._inner = dist.ProcessGroup(store, rank, size)
-        self._inner._register_backend(torch.device("cpu"), self.BackendType.GLOO, gloo)
-        self._inner._set_default_backend(self.BackendType.GLOO)
+    backend_name = BACKEND
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(NAME)]
-
-    def getBackendName(self) -> str:
-        return BACKEND
-
-    def barrier(self, opts: Any = None) -> Any:
-        return self._inner.barrier()
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -195,25 +183,7 @@ def host_views(value: Any) -> Any:
     return torch.ops.fakedev.host_view(value)
 
 
-for _name in (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "send",
-    "recv",
-    "alltoall",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "all_to_all_single",
-    "gather",
-    "scatter",
-):
+for _name in METHODS:
     setattr(FakeCCL, _name, _forwarded(_name))
 
 
