@@ -5,9 +5,9 @@
     python tests/museum/run.py --pages               runs nothing, writes the pages
 
 `exhibits/PACKAGE.yaml` has the exhibits, `NAME.py` is the program of one, `results/PACKAGE.json`
-has what each version gave, and docs/museum is written from both. A version is installed alone into
-build/museum/PACKAGE-VERSION, from the package index and without its requirements: everything else,
-torch included, is that of the environment.
+has what each version gave, and docs/development/museum is written from both. A version is
+installed alone into build/museum/PACKAGE-VERSION, from the package index and without its
+requirements: everything else, torch included, is that of the environment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.tables import UniqueNames, parse_tables  # noqa: E402
 
 MUSEUM = Path(__file__).parent
 INSTALLED = REPOSITORY / "build" / "museum"
-PAGES = REPOSITORY / "docs" / "museum"
+PAGES = REPOSITORY / "docs" / "development" / "museum"
 INDEX = PAGES / "README.md"
 SECONDS = 60
 """Most seconds on a CPU that a program may take."""

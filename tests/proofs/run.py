@@ -198,7 +198,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
         ).run,
     ),
     "deepspeed": ("[versions of DeepSpeed](deepspeed_versions.md)", run_versions),
-    "museum": ("[errors of other packages](../museum/README.md), run with them", museum.run_all),
+    "museum": ("[errors of other packages](museum/README.md), run with them", museum.run_all),
     "mutants": ("[mutants](testing.md#mutants) that the tests catch", run_mutants),
 }  # fmt: skip
 """What each section proves, and how it runs."""
