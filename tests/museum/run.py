@@ -46,8 +46,8 @@ END_OF_TEXT = "<!-- what follows is written by `make proofs ONLY=museum` -->\n"
 HEAD = """\
 # Museum of errors
 
-This museum has known errors of other packages that change the numbers of a training without a
-word: wrong gradients, norms, losses, schedules, data or conversions.
+For people who ask what can go wrong in silence: known errors of other packages that change the
+numbers of a training without a word, in gradients, norms, losses, schedules, data or conversions.
 
 Each page tells what happened, with its source, and what megatron_ds does instead, with the test
 that holds it. Where the package index still has the versions, a program of `tests/museum` runs the

@@ -15,8 +15,8 @@ OUTPUT = REPOSITORY / "docs" / "reference" / "changes.md"
 HEAD = """\
 # What may change
 
-This page answers what another value of a flag does in a run that resumes, in a stage of `--stages`,
-in a fork (`tools/fork.py`) and in a replay (`tools/verify_run.py`).
+For people who continue a run with another flag: what that does on a resume, in a stage of
+`--stages`, in a fork (`tools/fork.py`) and in a replay (`tools/verify_run.py`).
 
 Written by `python -m tests.pages` from the declarations of the options (`Decides` and `InPhase` in
 `megatron_ds/config/fields.py`), which the program itself asks. A value counts only if the flag has

@@ -13,7 +13,7 @@ OUTPUT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "deepspeed
 HEAD = f"""\
 # Keys of DeepSpeed files
 
-This page describes what each key of a DeepSpeed file does in a run, and which default it has.
+For people with a DeepSpeed file: what each key does in a run, and which default it has.
 
 Written by `python -m tests.pages` from the tables that `pretrain_gpt.py` and `tools/ds_config.py`
 use; `tools/ds_config.py explain KEY` shows a row. Defaults are those of DeepSpeed {keys.VERSION}. A

@@ -26,7 +26,8 @@ TODAY = REPOSITORY / "tests" / "golden" / "today_flags.txt"
 HEAD = """\
 # Flags
 
-This page lists every flag of training and of the tools, with its values, default and meaning.
+For everybody who types a command: every flag of training and of the tools, with its values,
+default and meaning.
 
 Written by `python -m tests.pages` from the code; `--help-all` of a program shows its part.
 

@@ -22,7 +22,7 @@ OUTPUT = REPOSITORY / "docs" / "reference" / "support_matrix.md"
 HEAD = """\
 # Support matrix
 
-This page answers whether two settings work together, and which test shows it.
+For people who combine settings: whether two of them work together, and which test shows it.
 
 Written by `python -m tests.pages` from `support_matrix.py` and `layout_rules.toml` of
 `megatron_ds/config/`, by which `pretrain_gpt.py` accepts or rejects a layout before anything is

@@ -26,8 +26,8 @@ OUTPUT = REPOSITORY / "docs" / "development" / "verified.md"
 INTRODUCTION = """\
 # Verified claims
 
-This page names the tests behind each claim about the package. `python -m tests.pages` writes it
-from the paragraphs `Claim (SECTION): TEXT` in their docstrings.
+For people who doubt a claim about the package, or change what it is about: the tests behind each.
+`python -m tests.pages` writes it from the paragraphs `Claim (SECTION): TEXT` in their docstrings.
 
 Each claim is verified by the tests in the second column. The third one shows which command runs at
 least one of them: `test` (`make test`), or only `proofs` (`make proofs`, which runs all tests in

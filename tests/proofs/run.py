@@ -44,7 +44,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pytest")
 HEAD = """\
 # Record of the proofs
 
-This page records where and when every test last ran, and with which result.
+For people who ask whether the tests were run: where and when each last ran, with its result.
 
 Written by `make proofs`, which runs every test, with and without the marker `proof`, in sections;
 [testing.md](testing.md#two-tiers) describes them. The last run of each section:

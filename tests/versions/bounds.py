@@ -122,7 +122,7 @@ print(json.dumps(versions))
 HEAD = f"""\
 # Versions of other packages
 
-This page shows with which versions of other packages the package works.
+For people who must use other versions of torch, transformers or Python, or raise a bound.
 
 Written by `make test-versions VERSIONS="..."`, which makes an environment for each. `lowest` has
 the lower bounds of `setup.py` together, `newest` the newest versions that pip found within its

@@ -47,7 +47,7 @@ TESTS = tuple(dict.fromkeys([*SUITE.values(), *(proof.test for proof in PROOFS)]
 HEAD = """\
 # Versions of DeepSpeed
 
-This page shows with which versions of DeepSpeed the package works.
+For people who must use another version of DeepSpeed, or raise the one that is required.
 
 Written by `make test-deepspeed VERSIONS="..."`, which installs each version alone, with the torch
 of `requirements.txt` on a CPU, and runs some of the proofs with it. A cell has the number of failed
