@@ -10,6 +10,8 @@ PYTHONS ?= python3.11 python3.12 python3.13 python3 python
 DATA ?=
 # Megatron-LM's own package, which only `make test-interop` uses.
 INTEROP := build/interop
+# Other trainers, whose older versions of shared packages only `make test-interop` uses.
+TRAINERS := build/trainers
 # An S3 server and fsspec's client for it, which only tests use. They need older versions of some
 # packages than requirements.txt has, so they have a folder of their own.
 S3 := build/s3
@@ -54,7 +56,7 @@ test: lint $(TESTED) ## lint, then unit, fuzz, multi-process and end-to-end test
 	$(PARALLEL) tests/unit tests/fuzz
 	$(PROCESSES) tests/dist tests/e2e
 
-proofs: lint $(TESTED) $(INTEROP)/.installed $(RAY)/.installed $(RECIPES)/.installed ## everything that proves something, more than an hour; ONLY="layouts mutants" selects sections
+proofs: lint $(TESTED) $(INTEROP)/.installed $(TRAINERS)/.installed $(RAY)/.installed $(RECIPES)/.installed ## everything that proves something, more than an hour; ONLY="layouts mutants" selects sections
 	@$(RUN)/python tools/build_ops.py aio || echo "The proofs that offload to NVMe will be skipped"
 	@$(if $(filter lowering,$(or $(ONLY),lowering)),$(MAKE) $(CUDA)/.installed || echo "The proofs that compile for a device will be skipped")
 	$(RUN)/python tests/proofs/run.py $(ONLY)
@@ -66,7 +68,7 @@ test-libaio: $(TESTED) ## the tests that offload to NVMe, which need libaio and 
 test-gpu: $(VENV)/.dev-installed ## the tests that need an accelerator, on the one that DeepSpeed finds
 	$(RUN)/python -m pytest -m gpu tests
 
-test-interop: $(INTEROP)/.installed ## compare with megatron-core and llama.cpp, which it downloads
+test-interop: $(INTEROP)/.installed $(TRAINERS)/.installed ## compare with megatron-core, torchtitan, OLMo-core and llama.cpp, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
 test-commands: $(TESTED) ## the commands of the README, the tutorial and other pages, in a fresh clone
@@ -132,6 +134,11 @@ $(INTEROP)/.installed: tests/interop/requirements.txt tests/interop/engines.txt 
 	$(PIP) --quiet --no-deps --target $(INTEROP) -r tests/interop/requirements.txt
 	$(PIP) --quiet --no-deps --only-binary :all: --target $(INTEROP) -r tests/interop/engines.txt \
 		|| echo "no wheel of tests/interop/engines.txt for this machine: its tests are skipped"
+	@touch $@
+
+$(TRAINERS)/.installed: tests/interop/trainers.txt $(VENV)/.installed
+	rm -rf $(TRAINERS)
+	$(PIP) --quiet --no-deps --target $(TRAINERS) -r tests/interop/trainers.txt
 	@touch $@
 
 $(RAY)/.installed: tests/ray/requirements.txt $(VENV)/.installed

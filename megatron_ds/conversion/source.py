@@ -23,6 +23,7 @@ from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, ignore, raise_if_any, user_error
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.safetensors_files import SHARD_BYTES
+from megatron_ds.conversion.step_settings import StepSettings
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from megatron_ds.model.declaration.architecture import is_state, model_spec
 from megatron_ds.parallel.weights import Weight
@@ -63,6 +64,9 @@ class SavedRun:
     """State dict of Megatron's scheduler of learning rate and weight decay; empty if unknown."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """Further states of the optimizer that are not tensors."""
+    settings: StepSettings | None = None
+    """What its files state of its steps, which a run that continues it must not contradict. None:
+    the flags of that run count, as of Megatron's."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,8 @@ class ReadOptions:
     """Called with each warning."""
     optimizer: bool = False
     """Its optimizer states, too; a format may read them even so."""
+    run: bool = False
+    """The progress of its run, which is read with optimizer states even so."""
     masters: bool = False
     """The fp32 master weights of a run instead of its weights."""
     checksums: bool = True

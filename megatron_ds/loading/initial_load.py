@@ -19,7 +19,7 @@ from megatron_ds.config.options.checkpoint import TRAINERS, split_location
 from megatron_ds.config.options.optimizer_specs import ADAM
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.foreign.contents import FolderContents
-from megatron_ds.conversion.foreign.trainers import detect_trainer
+from megatron_ds.conversion.foreign.trainers import detect_trainer, step_of
 from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, detect_megatron
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.published import Publication
@@ -49,8 +49,10 @@ def find_importable(
     """
     if _is_named_hf(folder, options):
         return folder
-    trainer = detect_trainer(folder, split_location(options.load or "")[0])
+    name = split_location(options.load or "")[0]
+    trainer = detect_trainer(folder, name)
     if trainer is not None:
+        trainer = detect_trainer(folder, name, options.step) or trainer
         return trainer.path
     if options.step is not None or options.universal_checkpoint:
         checkpoint = detect_megatron(folder, options.step, universal=options.universal_checkpoint)
@@ -87,14 +89,14 @@ def open_importable(
         source = _open(path, config)
     except UserError as error:
         return config, None, list(error.problems)
-    if source.run is None and step is not None:
+    if step is not None and not _is_of_step(source, step):
         field = "ckpt_step" if config.checkpoint.load_tag is None else "load_tag"
         problems.append(
-            Problem("ckpt-step-missing", field, step=step, folder=path, names="weights alone")
+            Problem("ckpt-step-missing", field, step=step, folder=path, names=_names_of(source))
         )
     config, differing = merge_model(config, source.settings, path, warn)
     problems += differing
-    continued = _continued(source, config)
+    continued = continued_state(source, config)
     if "softmax_vocab_size" not in config.given and continued is not None:
         config = config.with_values({"softmax_vocab_size": source.rows})
     length = config.model.seq_length
@@ -208,7 +210,7 @@ class InitialLoad:
             UserError: If it does not fit the run.
         """
         weights = _checked(source, config)
-        state = _continued(source, config)
+        state = continued_state(source, config)
         if state is None:
             notes = (*source.notes, *_notes_of_weights(source, config))
             return cls(source.path, TrainState(), notes, weights)
@@ -287,19 +289,21 @@ def _why_weights_alone(source: SourceCheckpoint, config: Config) -> str | None:
         return source.unread
     if config.optimizer.spec is not ADAM and not is_without:
         return "its optimizer states are those of Adam"
-    if run.consumed_samples is None or (run.steps is None and not is_without):
+    schedule = config.schedule
+    is_ramped = bool(schedule.rampup_batch_size or schedule.batch_size_steps)
+    is_counted = run.consumed_samples is not None or (run.settings is not None and not is_ramped)
+    if not is_counted or (run.steps is None and not is_without):
         return "it does not contain the number of samples that were read, or of steps"
     return None
 
 
-def _continued(source: SourceCheckpoint, config: Config) -> TrainState | None:
+def continued_state(source: SourceCheckpoint, config: Config) -> TrainState | None:
     """The counters of the run that is continued; None if only the weights are loaded."""
     if _why_weights_alone(source, config) is not None:
         return None
     run = source.run
     assert run is not None
-    assert run.consumed_samples is not None
-    consumed = run.consumed_samples
+    consumed = run.consumed_samples or 0  # known when the batch sizes are
     applied = run.applied_samples
     steps = run.iteration if run.steps is None else run.steps
     applied = consumed if applied is None else applied
@@ -310,10 +314,23 @@ def _continued(source: SourceCheckpoint, config: Config) -> TrainState | None:
         consumed_tokens=consumed * length,
         applied_samples=applied,
         applied_tokens=applied * length,
-        applied_iterations=steps,
+        applied_iterations=min(steps, run.iteration),  # Adam may have counted one more
         skipped_iterations=max(0, run.iteration - steps),
     )
     return state.restarted() if config.checkpoint.reset_iteration else state
+
+
+def _is_of_step(source: SourceCheckpoint, step: int) -> bool:
+    """Whether a checkpoint is that of a step, by its files or by the name of its folder."""
+    if source.format in TRAINERS:
+        return step in (source.iteration, step_of(source.path))
+    return source.run is not None  # of Megatron's, the one of the step was chosen
+
+
+def _names_of(source: SourceCheckpoint) -> str:
+    """What a folder has instead of the step that was asked for."""
+    step = source.iteration if step_of(source.path) is None else step_of(source.path)
+    return "weights alone" if step is None else f"step {step}"
 
 
 def _is_named_hf(folder: Path, options: CheckpointConfig) -> bool:
@@ -327,7 +344,14 @@ def _open(path: Path, config: Config) -> SourceCheckpoint:
     from megatron_ds.conversion.source import ReadOptions
 
     model = dataclasses.asdict(config.model)
-    options = ReadOptions(optimizer=True, checksums=False, model=model, given=config.given)
+    checkpoint = config.checkpoint
+    options = ReadOptions(
+        optimizer=not (checkpoint.finetune or checkpoint.no_load_optim),
+        run=not checkpoint.finetune,
+        checksums=False,
+        model=model,
+        given=config.given,
+    )
     name = split_location(config.checkpoint.load or "")[0]
     if name not in TRAINERS:
         name = HF if _is_named_hf(path, config.checkpoint) else AUTO

@@ -45,6 +45,7 @@ from megatron_ds.conversion.foreign.trainers import detect_trainer
 from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, detect_megatron
 from megatron_ds.conversion.model_settings import malformed_values
 from megatron_ds.conversion.weights_locations import HF, HF_CONFIG, is_hf
+from megatron_ds.loading.continued_steps import take_over, with_samples
 from megatron_ds.loading.initial_load import find_importable, merge_model, open_importable
 from megatron_ds.loading.locations import download_config, locate_save, locate_weights
 from megatron_ds.loading.options_from_checkpoint import (
@@ -131,6 +132,8 @@ def make_plan(
     problems += _missing_weights(config, load, contents)
     if contents.importable is not None:
         config, imported, differing = open_importable(contents.importable, config, warn)
+        if imported is not None and not differing:
+            config = take_over(config, imported, warn)
         return config, dataclasses.replace(plan, imported=imported), [*problems, *differing]
     # Every rank of a large run cannot check every file; the first one does it for all, later.
     # For a URL, only run.json is local; the files are in the store.
@@ -148,7 +151,7 @@ def make_plan(
 
 def continue_schedule(
     config: Config, plan: LoadPlan, world_size: int, warn: Warn
-) -> tuple[Config, list[Problem]]:
+) -> tuple[Config, LoadPlan, list[Problem]]:
     """Fills in the consumed samples and, on request, the schedule that the run continues.
 
     Args:
@@ -158,20 +161,25 @@ def continue_schedule(
         warn: Called for each given option that is replaced.
 
     Returns:
-        The configuration, and why it cannot have the schedule of the checkpoint.
+        The configuration, the plan, and why it cannot have the schedule of the checkpoint.
     """
-    imported = None if plan.imported is None else plan.imported.training
-    run = imported if plan.saved is None else plan.saved.run.state
+    if plan.imported is not None:
+        imported = with_samples(plan.imported, config, world_size)
+        plan = dataclasses.replace(plan, imported=imported)
+    training = None if plan.imported is None else plan.imported.training
+    run = training if plan.saved is None else plan.saved.run.state
     if run is not None and run.consumed_samples and not config.checkpoint.is_new_run:
         config = dataclasses.replace(config, start_samples=run.consumed_samples)
     flag = "use_checkpoint_opt_param_scheduler"
     if not config.checkpoint.use_checkpoint_opt_param_scheduler:
-        return config, []
+        return config, plan, []
     if plan.imported is not None:
-        return config, [Problem("checkpoint-without-schedule", flag, path=plan.folders.load)]
+        problem = Problem("checkpoint-without-schedule", flag, path=plan.folders.load)
+        return config, plan, [problem]
     if plan.saved is not None:
-        return with_saved_schedule(config, plan.saved, world_size, warn)
-    return config, []
+        config, problems = with_saved_schedule(config, plan.saved, world_size, warn)
+        return config, plan, problems
+    return config, plan, []
 
 
 def model_options(config: Config, warn: Warn) -> tuple[Config, list[Problem]]:

@@ -170,7 +170,7 @@ def complete_settings(
 
         config, length_problems = with_exact_epochs(config)
         problems += length_problems
-    config, schedule_problems = continue_schedule(config, plan, world_size, warn)
+    config, plan, schedule_problems = continue_schedule(config, plan, world_size, warn)
     return config, plan, [*problems, *file_problems, *schedule_problems]
 
 

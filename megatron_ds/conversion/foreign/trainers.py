@@ -28,6 +28,8 @@ OLMO_CORE_STATES = "model_and_optim"
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = f"{SAFETENSORS}.index.json"
 TABLE_OF_TRANSFORMERS = "model.embed_tokens.weight"
+STEP = re.compile(r"(?:step-?)?(\d+)")
+"""Names of the folders of steps."""
 LAYER_OF_TORCHTITAN = re.compile(r"layers\.\d+\.(attention|feed_forward|moe)\..+")
 LAYER_OF_OLMO_CORE = re.compile(r"model\.blocks\.\d+\..+")
 
@@ -44,12 +46,15 @@ class TrainerCheckpoint:
     """The file or folder that shows the format."""
 
 
-def detect_trainer(path: Path, name: str = AUTO) -> TrainerCheckpoint | None:
+def detect_trainer(
+    path: Path, name: str = AUTO, step: int | None = None
+) -> TrainerCheckpoint | None:
     """The checkpoint of another trainer in a folder.
 
     Args:
         path: The folder of a checkpoint, or the one in which a trainer has its steps.
         name: Format that was given for it.
+        step: The step to take. None: the last one.
 
     Returns:
         None if the folder has none of the format, or checkpoints of this program or a model of
@@ -63,6 +68,8 @@ def detect_trainer(path: Path, name: str = AUTO) -> TrainerCheckpoint | None:
     finders = FINDERS if name == AUTO else {name: FINDERS[name]}
     for trainer, find in finders.items():
         for folder in (path, *_steps(path)):
+            if step is not None and step_of(folder) != step:
+                continue
             if (file := find(FolderContents(folder), is_named)) is not None:
                 return TrainerCheckpoint(trainer, folder, file)
     return None
@@ -74,11 +81,15 @@ def is_own(folder: Path) -> bool:
     return is_saved or is_weights_folder(folder)
 
 
+def step_of(folder: Path) -> int | None:
+    """The step in the name of a folder; None if it has another name."""
+    match = STEP.fullmatch(folder.name)
+    return None if match is None else int(match[1])
+
+
 def _steps(path: Path) -> Iterable[Path]:
     """The folders of steps below a folder, the newest first."""
-    return [
-        step for step in reversed(FolderContents(path).matching(r"(step-?)?\d+")) if step.is_dir()
-    ]
+    return [step for step in reversed(FolderContents(path).matching(STEP.pattern)) if step.is_dir()]
 
 
 def _litgpt(contents: FolderContents, is_named: bool) -> Path | None:

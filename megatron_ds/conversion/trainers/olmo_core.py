@@ -23,6 +23,7 @@ from megatron_ds.conversion.model_settings import read_json_object
 from megatron_ds.conversion.source import READ_DEFAULTS, ReadOptions, SourceCheckpoint
 from megatron_ds.conversion.trainers.layout import TrainerNames
 from megatron_ds.conversion.trainers.open_model import file_in, open_model, settings_of
+from megatron_ds.conversion.trainers.runs.olmo_core import with_olmo_core_run
 
 NAME = "olmo_core"
 SETTINGS = "config.json"
@@ -89,12 +90,11 @@ REORDERED = {"attention_post_norm": "attention_norm", "mlp_post_norm": "feed_for
 
 
 def open_olmo_core(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
-    """Opens the model of the last step of a folder, or of the folder of a step.
+    """Opens the model of the last step of a folder, or of the folder of a step, and its run.
 
     Raises:
         UserError: If files are missing or damaged, or the model has parts that ours lacks.
     """
-    del options
     checkpoint = detect_trainer(path, NAME)
     folder = path if checkpoint is None else checkpoint.path
     states = folder if (folder / INDEX).is_file() else folder / OLMO_CORE_STATES
@@ -103,15 +103,15 @@ def open_olmo_core(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCh
     run = read_json_object(file_in(step, SETTINGS))
     config = ConfigValues(step / SETTINGS, _object(run.get("model")))
     settings = settings_of(config, lambda values: read_model(values, _length(run)))
-    tensors = DcpFolder.open(states).tensors
+    saved = DcpFolder.open(states)
     theirs = {
         name.removeprefix(PREFIX): tensor
-        for name, tensor in tensors.items()
+        for name, tensor in saved.tensors.items()
         if name.startswith(PREFIX)
     }
-    return open_model(
-        step, NAME, settings, theirs, names_of(config.values, settings.model.norm_position)
-    )
+    names = names_of(config.values, settings.model.norm_position)
+    source = open_model(step, NAME, settings, theirs, names)
+    return with_olmo_core_run(source, saved, names, run, options)
 
 
 def names_of(model: Mapping[str, Any], norm_position: str) -> TrainerNames:

@@ -34,6 +34,7 @@ from megatron_ds.conversion.safetensors_files import open_safetensors, read_inde
 from megatron_ds.conversion.source import READ_DEFAULTS, ReadOptions, SourceCheckpoint
 from megatron_ds.conversion.trainers.layout import TrainerNames
 from megatron_ds.conversion.trainers.open_model import file_in, open_model, settings_of
+from megatron_ds.conversion.trainers.runs.torchtitan import with_torchtitan_run
 from megatron_ds.conversion.weights_locations import is_hf
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 
@@ -86,7 +87,7 @@ EXPERTS = re.compile(r"layers\.\d+\.moe\..+")
 
 
 def open_torchtitan(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
-    """Opens the model of the last step of a folder, or of the folder of a step.
+    """Opens the model of the last step of a folder, or of the folder of a step, and its run.
 
     Args:
         path: The folder.
@@ -98,19 +99,26 @@ def open_torchtitan(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceC
     """
     checkpoint = detect_trainer(path, NAME)
     folder = path if checkpoint is None else checkpoint.path
-    if (folder / INDEX).is_file():
-        theirs = _weights_of(DcpFolder.open(folder).tensors)
-        names = _names_of(theirs)
-    else:
-        theirs = _exported(folder)
-        names = EXPORTED
+    if not (folder / INDEX).is_file():
+        return _opened(folder, _exported(folder), EXPORTED, options)
+    saved = DcpFolder.open(folder)
+    theirs = _weights_of(saved.tensors)
+    names = _names_of(theirs)
+    source = _opened(folder, theirs, names, options)
+    return with_torchtitan_run(source, saved, names, options)
+
+
+def _opened(
+    folder: Path, theirs: TensorReaders, names: TrainerNames, options: ReadOptions
+) -> SourceCheckpoint:
+    """The model alone."""
     if experts := sorted(name for name in theirs if EXPERTS.fullmatch(name)):
         parts = f"experts ({experts[0]})"
         raise user_error("foreign-parts-lacking", path=folder, parts=parts)
     if is_hf(folder):
         return open_model(folder, NAME, _described(folder), theirs, names)
-    options_given = {name: options.model[name] for name in options.given & options.model.keys()}
-    fields, notes = fields_of(folder, theirs, names, options_given)
+    flags = {name: options.model[name] for name in options.given & options.model.keys()}
+    fields, notes = fields_of(folder, theirs, names, flags)
     settings = settings_of(ConfigValues(folder, {}), lambda config: fields)
     return open_model(folder, NAME, settings, theirs, names, notes)
 

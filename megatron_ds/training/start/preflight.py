@@ -25,7 +25,7 @@ from megatron_ds.data.fill_in_middle import fim_problems
 from megatron_ds.data.validation import DataFiles
 from megatron_ds.engine.ds_config.generate import bucket_warnings
 from megatron_ds.launch import device, environment
-from megatron_ds.loading import initial_load
+from megatron_ds.loading import continued_steps, initial_load
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.planning import swap_disk
 from megatron_ds.planning.swap_disk import Disk
@@ -80,6 +80,9 @@ def check(
     problems += data_errors
     if is_sound:
         problems += _checkpoint_problems(config, plan, dp_size, tokenizer)
+        if plan.imported is not None and not problems:
+            for note in continued_steps.step_notes(plan.imported, config, dp_size):
+                warn(note)
         problems += _task_problems(config.evaluation)
     if (local := config.checkpoint.local_checkpoint_dir) is not None:
         folder = environment.expand_variables(local)
@@ -212,6 +215,7 @@ def _checkpoint_problems(
     if plan.imported is not None:
         if tokenizer is not None:
             yield from initial_load.conflicts(plan.imported, config, tokenizer.vocab_size)
+        yield from continued_steps.step_conflicts(plan.imported, config, dp_size)
         if environment.local_rank() == 0:
             yield from initial_load.check_import(plan.imported)
     yield from plan.unusable

@@ -1,0 +1,147 @@
+"""Runs of other trainers, which their own packages began on the CPU, go on here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron_ds.config import DataConfig
+from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.validation import DataFiles
+from tests.e2e.conftest import VOCAB, write_corpus
+from tests.e2e.runs import Launcher, Settings, steps
+from tests.fork_server import REPOSITORY
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
+
+PACKAGES = REPOSITORY / "build" / "trainers"
+LENGTH = 16
+BATCH = 4
+ITERATIONS = 20
+SAVED = 3
+END = 6
+TOLERANCE = 1e-5
+MODEL: dict[str, Settings] = {
+    "torchtitan": {"num_attention_heads": 4, "rotary_base": 500000},
+    "olmo_core": {},
+}
+"""Flags that no file of the trainer has."""
+CHECKPOINTS = {"torchtitan": "checkpoint", "olmo_core": "."}
+"""Folder of the checkpoints in that of a run."""
+SCHEDULE: dict[str, Settings] = {
+    "torchtitan": {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "clip_grad": 0.1},
+    "olmo_core": {"lr_decay_style": "deepspeed-cosine", "lr_warmup_iters": 2, "min_lr": 3e-4},
+}
+"""Their schedules after the warmup; see docs/checkpoints/other_trainers.md."""
+LAYOUTS: dict[str, tuple[Settings, int]] = {
+    "one process": ({}, 1),
+    "TP 2 x PP 2": ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4),
+    "ZeRO 3": ({"zero_stage": 3}, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    return Launcher(tmp_path_factory.mktemp("output"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of token files."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tokens", 300, seed=0, step=1)
+
+
+@pytest.fixture(scope="module")
+def samples(corpus: Path) -> Path:
+    """The samples that a run here reads, in their order."""
+    data = build_datasets(
+        DataFiles(DataConfig(data_path=(str(corpus),), split="1")),
+        num_samples=(ITERATIONS * BATCH, 0, 0),
+        seq_length=LENGTH,
+        seed=1234,
+        tokenizer_fingerprint="of the trainer",
+        vocab_size=VOCAB + 8,
+    ).train
+    assert data is not None
+    file = corpus.parent / "samples.npz"
+    numpy.savez(file, tokens=numpy.stack([data[index] for index in range(ITERATIONS * BATCH)]))
+    return file
+
+
+def settings_of(trainer: str, folder: Path, corpus: Path) -> dict[str, Any]:
+    """The flags with which a run goes on."""
+    return {
+        "load": f"{trainer}:{folder}",
+        "data_path": corpus,
+        "split": "1",
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCAB + 7,
+        "seq_length": LENGTH,
+        "micro_batch_size": 2,
+        "global_batch_size": BATCH,
+        "train_iters": ITERATIONS,
+        "exit_interval": END,
+        "eval_iters": 0,
+        "num_workers": 0,
+        "log_interval": 1,
+        **MODEL[trainer],
+        **SCHEDULE[trainer],
+    }
+
+
+def train(trainer: str, samples: Path, folder: Path, count: int, *words: str) -> list[Any]:
+    """Runs the trainer's package; returns its losses and gradient norms."""
+    if not PACKAGES.is_dir():
+        pytest.skip("`make test-interop` installs the packages of trainers")
+    folder.mkdir()
+    script = Path(__file__).with_name(f"{trainer}_run.py")
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, samples, folder, str(count), *words]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-5000:]
+    log: list[Any] = json.loads((folder / "log.json").read_text())
+    return log
+
+
+@pytest.fixture(scope="module", params=sorted(MODEL))
+def run(
+    request: pytest.FixtureRequest, samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, list[Any]]:
+    """A trainer, the folder of its run of six steps, and what it logged."""
+    trainer = str(request.param)
+    folder = tmp_path_factory.mktemp(trainer) / "run"
+    log = train(trainer, samples, folder, END)
+    return trainer, folder / CHECKPOINTS[trainer], log
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_goes_on_with_the_losses_of_the_trainer(
+    layout: str,
+    run: tuple[str, Path, list[Any]],
+    corpus: Path,
+    launcher: Launcher,
+    tmp_path: Path,
+) -> None:
+    """Claim (checkpoints): a run that torchtitan or OLMo-core began goes on here with the losses
+    and gradient norms of its own next steps, to 1e-5 in fp32, on several layouts (`make
+    test-interop`)"""
+    trainer, folder, log = run
+    flags, ranks = LAYOUTS[layout]
+    settings = settings_of(trainer, folder, corpus) | {"save": tmp_path / "ours", "ckpt_step": 3}
+    output = launcher.start({**settings, **flags}, ranks=ranks).succeed()
+
+    expected = log[SAVED:END]
+    ours = steps(tmp_path / "ours")
+    assert [step["iteration"] for step in ours] == [step["step"] for step in expected] == [4, 5, 6]
+    for name, theirs in (("lm_loss", "loss"), ("grad_norm", "norm")):
+        values = [step[theirs] for step in expected]
+        assert [step[name] for step in ours] == pytest.approx(values, abs=TOLERANCE)
+    assert "at iteration 3, after 12 samples" in output
+    assert "step-data-other" in output
