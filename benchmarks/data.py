@@ -1,6 +1,7 @@
 """Benchmark of indexing, blending and reading training data, against minimal implementations.
 
     python benchmarks/data.py [--only index|blend|reading] [--rounds 5] [--output data.json]
+    python benchmarks/data.py [--only index|blend|reading] --against CHECKOUT [--rounds 5]
 
 index: Builds the three indexes of a large file. The baseline builds the sample index in C++, as
     Megatron's compiled helper does (an independent implementation, compiled here if g++ exists).
@@ -10,13 +11,15 @@ reading: Samples per second in random order. The baseline is a loop over memory-
     without any checks.
 
 Contenders run in turn, each in its own process with one thread. Ratios are medians over rounds, so
-that other load on the machine affects both sides.
+that other load on the machine affects both sides. With --against, the benchmark of another checkout
+of this project runs in turn with this one, and the ratio of each figure is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import resource
 import shutil
@@ -49,6 +52,7 @@ from megatron_ds.data.token_files.indexed_dataset import HEADER, IndexedDataset
 from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.data.validation import DataFiles
 
+HERE = Path(__file__).resolve().parents[1]
 SEQUENCE = 1024
 MEAN_TOKENS = 1024
 VOCABULARY = 50304
@@ -87,8 +91,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=1_000_000_000, help="samples of the blend")
     parser.add_argument("--read", type=int, default=50_000, help="samples to read per round")
     parser.add_argument("--folder", type=Path, help="folder for temporary files (needs 5 GB)")
+    parser.add_argument("--against", type=Path, help="another checkout of this project")
     parser.add_argument("--output", type=Path, help="output file (JSON)")
     arguments = parser.parse_args(argv)
+    if arguments.against is not None:
+        compare_checkouts(arguments)
+        return 0
     benchmarks = {"index": index, "blend": blend, "reading": reading}
     machine = this_machine()
     results = {}
@@ -101,6 +109,40 @@ def main(argv: list[str] | None = None) -> int:
         about = {"machine": asdict(machine), "versions": versions(["numpy", "torch"])}
         write_json(arguments.output, {**about, **results})
     return 0
+
+
+def compare_checkouts(arguments: argparse.Namespace) -> None:
+    """Run this benchmark of two checkouts in turn, a round at a time, and print the ratios."""
+    checkouts = [HERE, arguments.against.resolve()]
+    rounds: list[list[dict[str, Any]]] = [[], []]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "figures.json"
+        values = {**vars(arguments), "against": None, "rounds": 1, "output": output}
+        flags = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        command = [sys.executable, "benchmarks/data.py", *flags]
+        for number in range(arguments.rounds):
+            # Which checkout is first alternates, so that a growing load affects both.
+            for which in (0, 1) if number % 2 else (1, 0):
+                subprocess.run(command, cwd=checkouts[which], check=True, capture_output=True)
+                rounds[which].append(json.loads(output.read_text(encoding="utf-8")))
+    print(f"{'':62}{'this':>12}{'other':>12}{'ratio':>8}")
+    result = {}
+    for name in ("index", "blend", "reading"):
+        for figure in rounds[0][0].get(name, ()):
+            ours, theirs = ([one[name].get(figure) for one in checkout] for checkout in rounds)
+            if not all(isinstance(value, int | float) and value for value in (*ours, *theirs)):
+                continue
+            title = f"{name}: {figure}"
+            result[title] = {
+                "this": statistics.median(ours),
+                "other": statistics.median(theirs),
+                "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+            }
+            this, other, ratio = result[title].values()
+            print(f"{title:62}{this:12,.4g}{other:12,.4g}{ratio:8.3f}")
+    if arguments.output is not None:
+        about = {"machine": asdict(this_machine()), "versions": versions(["numpy", "torch"])}
+        write_json(arguments.output, {**about, "ratios": result})
 
 
 def report(name: str, figures: dict[str, Any]) -> str:

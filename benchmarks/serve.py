@@ -2,12 +2,17 @@
 """Rates of the text generation server, relative to one request at a time and to transformers.
 
     python benchmarks/serve.py [--model small|gpt2] [--seconds 60] [--output serve.json]
+    python benchmarks/serve.py --against CHECKOUT [--rounds 20]
 
 A random model is served by tools/run_text_generation_server.py. Measured are one request, 24 equal
 ones at once, requests of mixed lengths and settings one after another, and as many of them as 200
 clients send, of which 5 % are broken: invalid JSON, wrong types, huge bodies, early disconnects.
 Every answer must be that of the same request alone. transformers' `generate` and `generate_batch`
 (continuous batching) get the same weights, threads and prompts, the former in turn with the server.
+
+With --against, the servers of this and of another checkout of this project are measured instead:
+both are started, and the same requests are sent to them in turn. The ratios of the servers' CPU
+seconds depend less on what else runs than those of the times.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import itertools
 import os
 import random
 import socket
@@ -24,8 +30,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +64,8 @@ MODELS: dict[str, tuple[dict[str, int], str]] = {
     "gpt2": ({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}, "bf16"),
 }
 """Shapes, the first one of the demo's model, and the type of the computation."""
+Measured = dict[str, tuple[list[list[float]], ...]]
+"""Name of the requests -> for each server, values of each round."""
 
 
 @dataclass
@@ -79,11 +87,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60, help="duration of the load")
     parser.add_argument("--clients", type=int, default=CLIENTS, help="clients of the load")
     parser.add_argument("--threads", type=int, default=2, help="threads of each contender")
+    parser.add_argument("--against", type=Path, help="another checkout of this project")
     parser.add_argument("--output", type=Path, help="output file (JSON)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, options.model)
+        if options.against is not None:
+            return compare_checkouts(folder, options)
         batch = measure_batch(folder, options)
         single = Contender(
             "generate", build_peer, "generate", folder, options.model, options.threads
@@ -100,6 +111,93 @@ def main(argv: list[str] | None = None) -> int:
             options.output, {"machine": asdict(machine), "versions": packages, "result": result}
         )
     return 0 if result["wrong answers"] == 0 else 1
+
+
+def compare_checkouts(folder: Path, options: argparse.Namespace) -> int:
+    """Send the same requests to the servers of two checkouts in turn, and print the ratios."""
+    checkouts = {"this checkout": REPOSITORY, str(options.against): options.against.resolve()}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(running_server(folder, options, checkout))
+            for checkout in checkouts.values()
+        ]
+        seconds, cpu_seconds = asyncio.run(measure_in_turn(servers, options.rounds))
+    print(f"{'':32}{'s':>10}{'other, s':>10}{'ratio':>8}{'CPU ratio':>11}")
+    result = {}
+    for name, (ours, theirs) in seconds.items():
+        row = {
+            "seconds": statistics.median(map(statistics.median, ours)),
+            "other_seconds": statistics.median(map(statistics.median, theirs)),
+            "ratio": paired_ratio(ours, theirs),
+            "cpu_ratio": paired_ratio(*cpu_seconds[name]),
+        }
+        result[name] = row
+        print(
+            f"{name:32}{row['seconds']:10.4f}{row['other_seconds']:10.4f}{row['ratio']:8.3f}"
+            f"{row['cpu_ratio']:11.3f}"
+        )
+    if options.output is not None:
+        machine = asdict(this_machine())
+        packages = versions(["torch", "transformers"])
+        write_json(options.output, {"machine": machine, "versions": packages, "result": result})
+    return 0
+
+
+async def measure_in_turn(
+    servers: Sequence[tuple[str, subprocess.Popen[bytes]]], rounds: int
+) -> tuple[Measured, Measured]:
+    """Measure the same requests with each server, which is idle while another one works.
+
+    Args:
+        servers: The address and the process of each.
+        rounds: Number of rounds.
+
+    Returns:
+        Times, and CPU seconds of the servers' processes, of one request, of equal ones at once and
+        of mixed ones at once: for each server, the values of each round.
+
+    Raises:
+        AssertionError: If the servers answer differently.
+    """
+    import httpx
+    import psutil  # type: ignore[import-untyped]
+
+    one = {"prompt": ids_of(1, PROMPT), "max_tokens": NEW, "temperature": 0}
+    workloads = {
+        "one request": [one],
+        f"{EQUAL} equal requests at once": [one] * EQUAL,
+        "40 mixed requests at once": mixed_requests(40),
+    }
+    seconds: Measured = {name: tuple([] for _ in servers) for name in workloads}
+    cpu_seconds: Measured = {name: tuple([] for _ in servers) for name in workloads}
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=600))
+            for address, _ in servers
+        ]
+        processes = [psutil.Process(process.pid) for _, process in servers]
+        for number, (name, requests) in itertools.product(range(rounds + 1), workloads.items()):
+            answers: list[list[str]] = [[] for _ in servers]
+            # Which server is first alternates, so that a growing load affects both.
+            for which in sorted(range(len(servers)), reverse=number % 2 == 1):
+                begin = cpu_seconds_of(processes[which])
+                taken = []
+                for _ in range(IN_A_ROW):
+                    start = time.perf_counter()
+                    sent = await asyncio.gather(*(send(clients[which], each) for each in requests))
+                    taken.append(time.perf_counter() - start)
+                    answers[which] = [answer["choices"][0]["text"] for answer in sent]
+                if number > 0:  # the first round warms up
+                    seconds[name][which].append(taken)
+                    cpu_seconds[name][which].append([cpu_seconds_of(processes[which]) - begin])
+            assert answers[0] == answers[1], f"{name}: the servers answer differently"
+    return seconds, cpu_seconds
+
+
+def cpu_seconds_of(process: Any) -> float:
+    """CPU seconds of a `psutil.Process` and of its children."""
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(time.user + time.system for time in times))
 
 
 async def measure(
@@ -180,14 +278,14 @@ def write_model(folder: Path, name: str) -> None:
 
 @contextmanager
 def running_server(
-    folder: Path, options: argparse.Namespace
+    folder: Path, options: argparse.Namespace, checkout: Path = REPOSITORY
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         sys.executable,
-        REPOSITORY / "tools" / "run_text_generation_server.py",
+        checkout / "tools" / "run_text_generation_server.py",
         "--load",
         f"hf:{folder}",
         f"--{MODELS[options.model][1]}",
@@ -198,7 +296,10 @@ def running_server(
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     process = subprocess.Popen(
-        [str(each) for each in command], env=environment, stderr=subprocess.DEVNULL
+        [str(each) for each in command],
+        cwd=checkout,
+        env=environment,
+        stderr=subprocess.DEVNULL,
     )
     try:
         while process.poll() is None:
@@ -261,7 +362,7 @@ async def run_load(
     options: argparse.Namespace,
 ) -> Load:
     """All clients send requests until the time is over; tokens count if they came within it."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     load = Load()
     end = time.perf_counter() + options.seconds
