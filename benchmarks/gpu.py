@@ -91,6 +91,7 @@ SECOND = (
     Stage("generate --size SIZE", 90),
     Stage("tests --cases runs --jobs JOBS", 150),
     Stage("optimizers --size SIZE", 90),
+    Stage("context --size SIZE", 90),
     Stage("disk --size SIZE", 100),
 )
 """In order of their value: the last ones are left out if there is no time."""
@@ -228,6 +229,21 @@ def _attention(options: argparse.Namespace) -> Iterator[Row]:
     return sweep.attention(_device(), lengths, tokens=tokens, heads=heads, head_dim=head_dim)
 
 
+def _context(options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.accelerator import context
+
+    if options.size == TINY:
+        return context.measure(heads=4, head_dim=32, lengths=(256,))
+    heads = SIZES[options.size].heads
+    return context.measure(heads=heads, head_dim=64, lengths=(8192, 32768, 131072))
+
+
+def _context_lines(row: Row) -> Iterator[str]:
+    from benchmarks.accelerator import context
+
+    return context.lines(row)
+
+
 def _head(options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.accelerator import sweep
 
@@ -344,6 +360,7 @@ COMMANDS = {
     "tests": Command(_tests, _test_lines, f"tests marked gpu; cases: {', '.join(TESTS)}"),
     "train": Command(_train, _train_lines, f"throughput; cases: {', '.join(train.CONTENDERS)}"),
     "attention": Command(_attention, _sweep_lines, "kernels of attention by length"),
+    "context": Command(_context, _context_lines, "context parallelism: what hides its messages"),
     "head": Command(_head, _sweep_lines, "output layer and loss by the size of chunks"),
     "engine": Command(_engine, _sweep_lines, "keys of the DeepSpeed file"),
     "optimizers": Command(_optimizers, _sweep_lines, "implementations of AdamW"),

@@ -76,6 +76,14 @@ def test_sweeps_report_what_a_device_lacks(tmp_path: Path, command: str) -> None
         assert ("failure" in row) == (row["name"] in lacking) or row["seconds"] > 0, row
 
 
+def test_messages_of_context_parallel_ranks_are_measured(tmp_path: Path) -> None:
+    rows = measure(tmp_path, "context")
+    assert [row["name"] for row in rows] == ["p2p", "all_gather"]
+    for row in rows:
+        assert min(row["seconds"], row["attention_seconds"], row["messages_seconds"]) > 0
+        assert 0 <= row["hidden"] <= 1
+
+
 def test_generation_is_measured_for_every_batch_size(tmp_path: Path) -> None:
     rows = measure(tmp_path, "generate")
     assert [row["batch"] for row in rows] == 4 * [1] + 4 * [2]
