@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from megatron_ds.config import DataConfig
 from megatron_ds.config.problems import Problem
-from megatron_ds.data.token_files.file_formats import FORMATS, Holds, recognize
+from megatron_ds.data.token_files.file_formats import Holds, recognize
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.token_files.missing_pair import CODES
 from megatron_ds.data.token_files.probed_files import LocalFiles, ProbedFile
@@ -26,7 +26,6 @@ from megatron_ds.fileio.object_store import ObjectStore
 from megatron_ds.preprocess.documents.document_readers import DocumentReader
 from megatron_ds.preprocess.documents.inputs import InputSpec
 from tests.foreign_files import CASES, input_code, is_imported, saved_dataset
-from tests.import_graph import REPOSITORY
 from tests.object_server import BUCKET, s3_server
 from tests.problems import codes, raises_problem
 from tests.proofs.cases import with_proofs
@@ -250,9 +249,3 @@ def test_a_saved_dataset_of_ids_is_not_sent_to_preprocessing(tmp_path: Path) -> 
     for name, content in saved_dataset("int64").items():
         (tmp_path / name).write_bytes(content)
     assert "--hf-dataset" not in str(problems_of_data(str(tmp_path)))
-
-
-def test_the_page_has_every_format() -> None:
-    page = (REPOSITORY / "docs" / "data" / "preprocessing.md").read_text()
-    for format in FORMATS:
-        assert f"| {format.name} |" in page
