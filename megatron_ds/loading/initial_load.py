@@ -343,7 +343,7 @@ def _open(path: Path, config: Config) -> SourceCheckpoint:
     from megatron_ds.conversion.registry import AUTO, recognize
     from megatron_ds.conversion.source import ReadOptions
 
-    model = dataclasses.asdict(config.model)
+    model = {**dataclasses.asdict(config.model), **dataclasses.asdict(config.moe)}
     checkpoint = config.checkpoint
     options = ReadOptions(
         optimizer=not (checkpoint.finetune or checkpoint.no_load_optim),

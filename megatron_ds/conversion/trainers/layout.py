@@ -45,6 +45,8 @@ class TrainerNames:
     files, not those half a head apart."""
     stacked: frozenset[str] = field(default_factory=frozenset)
     """Canonical names of modules whose experts are one tensor of theirs."""
+    single: Mapping[str, str] = field(default_factory=dict)
+    """Tensors in a layer whose complete name is not ours, by canonical name."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,16 @@ def _pieces(name: str, weight: Weight, settings: ModelSettings, names: TrainerNa
     module, _, suffix = name.rpartition(".")
     prefix = ""
     stems = names.outer.get(module, "")
+    single = None
     if module.startswith("layers."):
         _, layer, module = module.split(".", 2)
         prefix = f"{names.layer.format(layer)}."
         stems = names.inner.get(module, "")
+        single = names.single.get(f"{module}.{suffix}")
     # A module without a name is reported with ours, among the tensors that are missing.
     theirs = [f"{prefix}{stem}.{suffix}" for stem in stems.split()] or [name]
+    if single is not None:
+        theirs = [f"{prefix}{single}"]
     shape = weight.shape[1:] if weight.is_stacked else weight.shape
     spec = weight.shard
     is_cut = spec is not None and spec.dim == int(weight.is_stacked)
@@ -164,27 +170,53 @@ def joined(pieces: Sequence[Piece], tensors: Sequence[TensorReader], ours: Weigh
     return TensorReader(shape, dtype, load)
 
 
-def their_tensors(layout: Layout, tensors: TensorReaders) -> dict[str, TensorReader]:
+def matrices(tensor: TensorReader, rows: int, *, is_transposed: bool = False) -> TensorReader:
+    """A matrix whose rows are those of several ones, as a tensor [E, rows, columns].
+
+    Args:
+        tensor: The matrix, [E x rows, columns], or vector, [E x rows].
+        rows: Rows of one.
+        is_transposed: Whether each is transposed, [E, columns, rows].
+    """
+    inner = (rows, *tensor.shape[1:])
+
+    def load(experts: range, columns: Columns | None) -> Tensor:
+        flat = tensor.read(range(experts.start * rows, experts.stop * rows))
+        values = flat.reshape(len(experts), *inner)
+        if is_transposed:
+            values = values.transpose(1, 2)
+        return part_of(values, range(len(experts)), columns)
+
+    shape = (tensor.shape[0] // rows, *(inner[::-1] if is_transposed else inner))
+    return TensorReader(shape, tensor.dtype, load)
+
+
+def their_tensors(
+    layout: Layout, tensors: TensorReaders, weights: Mapping[str, Weight]
+) -> dict[str, TensorReader]:
     """Their tensors of ours, under their names; consecutive ones are rows of one of ours.
 
     Args:
         layout: The result of `layout_of`, without tensors of all experts.
         tensors: Ours by canonical name.
+        weights: Their declarations.
     """
     theirs = {}
     for name, pieces in layout.items():
         ours = tensors[name]
+        is_stacked = weights[name].is_stacked
         start = 0
         for piece in pieces:
-            load = functools.partial(_rows_of, ours, range(start, start + piece.rows), piece)
-            shape = piece.shape(ours.shape[1 + (len(ours.shape) > 2) :])
+            rows = range(start, start + piece.rows)
+            load = functools.partial(_rows_of, ours, rows, piece, is_stacked)
+            shape = piece.shape(ours.shape[1 + is_stacked :])
             theirs[piece.name] = TensorReader.full(shape, ours.dtype, load)
             start += piece.rows
     return theirs
 
 
-def _rows_of(ours: TensorReader, rows: range, piece: Piece) -> Tensor:
-    if len(ours.shape) < 3:
+def _rows_of(ours: TensorReader, rows: range, piece: Piece, is_stacked: bool) -> Tensor:
+    if not is_stacked:
         return piece.to_theirs(ours.read(rows))
     size = ours.shape[1]
     expert = rows.start // size

@@ -8,6 +8,7 @@ Facts: litgpt 0.5.13, `litgpt/config.py` and `litgpt/model.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,11 @@ NAMES = TrainerNames(
         "mlp.router": "mlp.gate",
         "mlp.experts.fc_in": "mlp.experts.{expert}.fc_1 mlp.experts.{expert}.fc_2",
         "mlp.experts.fc_out": "mlp.experts.{expert}.proj",
+        "mlp.shared.fc_in": "mlp.shared_experts.fc_1 mlp.shared_experts.fc_2",
+        "mlp.shared.fc_out": "mlp.shared_experts.proj",
         "mlp_post_norm": "post_mlp_norm",
     },
+    single={"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
 )
 
 
@@ -87,7 +91,7 @@ def names_of(is_gated: bool) -> TrainerNames:
     """The names of a model's tensors."""
     if is_gated:
         return NAMES
-    return TrainerNames(NAMES.outer, NAMES.layer, {**NAMES.inner, "mlp.fc_in": "mlp.fc"})
+    return dataclasses.replace(NAMES, inner={**NAMES.inner, "mlp.fc_in": "mlp.fc"})
 
 
 def read_config(folder: Path) -> ConfigValues:
@@ -263,32 +267,46 @@ def _window_fields(config: ConfigValues, layers: int) -> Fields:
 
 
 def _expert_fields(config: ConfigValues, mlp: str, layers: int) -> Fields:
-    """Experts as of Mixtral: the weights are a softmax over the selected ones."""
+    """Experts: without groups as of Mixtral, whose weights are a softmax over the selected ones;
+    with groups as of DeepSeek V3, by sigmoid scores and a bias."""
     experts = config.number("n_expert", int, 0)
     chosen = config.number("n_expert_per_token", int, 0)
     width = config.number("moe_intermediate_size", int, None)
     dense = config.number("first_k_dense_replace", int, None)
     scale = config.number("routed_scaling_factor", float, 1.0)
-    lacking = {
-        "shared experts": ("n_shared_expert", None),
-        "groups of experts": ("n_expert_groups", None),
-        "groups of a token": ("n_topk_groups", None),
-        "scores of a group": ("n_topk_scores_per_group", None),
-        "other weights of experts": ("norm_topk_prob", False),
-    }
-    for part, (key, harmless) in lacking.items():
-        if (value := config.get(key, harmless)) not in (harmless, None) and mlp == "LLaMAMoE":
-            config.lack(part, key, value)
+    shared = config.number("n_shared_expert", int, None)
+    groups = _group_fields(config, chosen)
     if mlp != "LLaMAMoE":
         return {}
-    if config.get("bias", True):
-        config.lack("biases of experts", "bias", True)
-    if chosen == 1:
+    if chosen == 1 and not groups:
         config.lack("a weight of 1 for one expert", "n_expert_per_token", chosen)
     fields: Fields = {
         "num_experts": (experts,),
         "moe_router_topk": chosen,
         "moe_ffn_hidden_size": width,
         "moe_router_topk_scaling_factor": None if scale == 1 else scale,
+        **groups,
     }
+    if shared and width:
+        fields["moe_shared_expert_intermediate_size"] = shared * width
     return fields | ({"moe_layer_freq": f"[0]*{dense}+[1]*{layers - dense}"} if dense else {})
+
+
+def _group_fields(config: ConfigValues, chosen: int) -> Fields:
+    """The selection of experts in groups; nothing without them, when litgpt reads none of this."""
+    groups = config.number("n_expert_groups", int, None)
+    used = config.number("n_topk_groups", int, None)
+    scores = config.number("n_topk_scores_per_group", int, None)
+    is_normalized = config.get("norm_topk_prob", False)
+    if not groups:
+        return {}
+    if is_normalized == (chosen == 1):
+        config.lack("other weights of experts", "norm_topk_prob", is_normalized)
+    if not used or scores != chosen // used:
+        config.lack("groups by other scores", "n_topk_scores_per_group", scores)
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": used,
+    }

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues, Fields
 from megatron_ds.conversion.model_settings import ModelSettings, resolved
-from megatron_ds.conversion.source import SourceCheckpoint
+from megatron_ds.conversion.source import SourceCheckpoint, declared_weights
 from megatron_ds.conversion.trainers.layout import TrainerNames, layout_of, their_tensors
 from megatron_ds.conversion.trainers.open_model import settings_of
 from megatron_ds.engine.states.state_reader import TensorReader
@@ -73,8 +73,10 @@ def weights_for(
         prefix: Start of all names.
         with_copy: Whether a tied output layer is written a second time.
     """
-    theirs = their_tensors(layout_of(source.settings, names), source.tensors)
-    if with_copy and not source.settings.model.untie_embeddings_and_output_weights:
+    settings = source.settings
+    weights = declared_weights(settings.model, settings.moe)
+    theirs = their_tensors(layout_of(settings, names), source.tensors, weights)
+    if with_copy and not settings.model.untie_embeddings_and_output_weights:
         head, table = (f"{names.outer[module]}.weight" for module in ("head", "embedding.word"))
         theirs[head] = theirs[table]
     return {f"{prefix}{name}": tensor for name, tensor in theirs.items()}

@@ -16,7 +16,7 @@ from megatron_ds.conversion.foreign.trainers import OLMO_CORE_STATES
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.read_write import config_of
 from megatron_ds.conversion.source import WRITE_DEFAULTS, SourceCheckpoint, WriteOptions
-from megatron_ds.conversion.trainers import olmo_core, torchtitan
+from megatron_ds.conversion.trainers import olmo_core, olmo_core_settings, torchtitan
 from megatron_ds.conversion.trainers.open_model import settings_of
 from megatron_ds.conversion.trainers.write_common import (
     check_expressed,
@@ -30,6 +30,7 @@ CLASSES = {
     "block": "transformer.config.TransformerBlockConfig",
     "sequence_mixer": "attention.AttentionConfig",
     "sliding_window": "attention.SlidingWindowAttentionConfig",
+    "gate": "attention.GateConfig",
     "rope": "rope.RoPEConfig",
     "layer_norm": "layer_norm.LayerNormConfig",
     "qk_norm": "layer_norm.LayerNormConfig",
@@ -121,12 +122,12 @@ def write_olmo_core(
     if source.settings.moe.is_used:
         raise user_error("foreign-target-lacks", name=olmo_core.NAME, parts="experts")
     values = model_of(model)
-    plain = {key: value for key, value in values.items() if key != olmo_core.CLASS}
+    plain = {key: value for key, value in values.items() if key != olmo_core_settings.CLASS}
     check_expressed(
         source,
         olmo_core.NAME,
         plain,
-        lambda config: olmo_core.read_model(config, model.seq_length),
+        lambda config: olmo_core_settings.read_model(config, model.seq_length),
     )
     names = olmo_core.names_of(values, model.norm_position)
     tensors = weights_for(source, names, olmo_core.PREFIX, with_copy=True)
@@ -144,7 +145,7 @@ def model_of(model: ModelConfig) -> dict[str, Any]:
         "eps": model.norm_epsilon,
         "bias": model.normalization == "LayerNorm",
     }
-    positions = {position: name for name, position in olmo_core.NORM_POSITIONS.items()}
+    positions = {position: name for name, position in olmo_core_settings.NORM_POSITIONS.items()}
     activation = "gelu_tanh" if model.activation == "geglu" else "silu"
     mixer: dict[str, Any] = {
         "type": "attention",
@@ -157,6 +158,11 @@ def model_of(model: ModelConfig) -> dict[str, Any]:
     }
     if model.qk_layernorm:
         mixer |= {"qk_norm": norm, "use_head_qk_norm": model.qk_layernorm_scope == "head"}
+    if model.softmax_type == "learnable":
+        mixer |= {"attention_sinks": True, "backend": "torch"}
+    for granularity, option in olmo_core_settings.GATES.items():
+        if getattr(model, option):
+            mixer["gate"] = {"granularity": granularity}
     if any(model.windows):
         mixer["sliding_window"] = {
             "pattern": [window or -1 for window in model.windows],
@@ -210,12 +216,12 @@ def _rope(model: ModelConfig) -> dict[str, Any]:
         }
     elif model.use_rope_scaling:
         name = "StepwiseRoPEScalingConfig"
-        scaling = {"factor": model.rope_scaling_factor, **olmo_core.STEPWISE}
+        scaling = {"factor": model.rope_scaling_factor, **olmo_core_settings.STEPWISE}
     elif (factor := model.rotary_seq_len_interpolation_factor) != 1:
         name = "PIRoPEScalingConfig"
         scaling = {"factor": factor}
     if scaling:
-        rope["scaling"] = scaling | {olmo_core.CLASS: f"olmo_core.nn.rope.{name}"}
+        rope["scaling"] = scaling | {olmo_core_settings.CLASS: f"olmo_core.nn.rope.{name}"}
     return rope
 
 
@@ -232,7 +238,7 @@ def _with_classes(values: dict[str, Any], key: str = "") -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, dict) and name in CLASSES
     }
-    return {**values, **objects, olmo_core.CLASS: f"olmo_core.nn.{CLASSES[key]}"}
+    return {**values, **objects, olmo_core_settings.CLASS: f"olmo_core.nn.{CLASSES[key]}"}
 
 
 def _json(values: dict[str, Any]) -> bytes:

@@ -143,13 +143,23 @@ def _positions(model: ModelConfig) -> dict[str, Any]:
 
 def _experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
     layers = [moe.has_experts(layer) for layer in range(model.num_layers)]
-    return {
+    width = moe.width(model)
+    values = {
         "n_expert": moe.experts,
         "n_expert_per_token": moe.moe_router_topk,
-        "moe_intermediate_size": moe.width(model),
+        "moe_intermediate_size": width,
         "first_k_dense_replace": layers.index(True) or None,
         "routed_scaling_factor": moe.moe_router_topk_scaling_factor or 1.0,
     }
+    if (shared := moe.moe_shared_expert_intermediate_size) is not None:
+        values["n_shared_expert"] = shared // width
+    if (groups := moe.moe_router_num_groups) is not None:
+        used = moe.moe_router_group_topk or groups
+        values["n_expert_groups"] = groups
+        values["n_topk_groups"] = used
+        values["n_topk_scores_per_group"] = moe.moe_router_topk // used
+        values["norm_topk_prob"] = moe.moe_router_topk > 1
+    return values
 
 
 def _integer(value: float) -> float:

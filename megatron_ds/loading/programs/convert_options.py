@@ -67,6 +67,18 @@ class ModelFlags:
     """Factor of --use-rope-scaling."""
     seq_length: int | None = option_field(None, minimum=1)
     """Sequence length in tokens."""
+    moe_router_topk: int | None = option_field(None, minimum=1)
+    """Number of experts of each token."""
+    moe_router_score_function: str | None = option_field(None, choices=("softmax", "sigmoid"))
+    """Scores of a token's experts."""
+    moe_router_pre_softmax: bool = option_field(False)
+    """Experts are weighed by their probabilities among all experts."""
+    moe_router_topk_scaling_factor: float | None = option_field(None, above=0)
+    """Factor of the weights of the selected experts."""
+    moe_router_num_groups: int | None = option_field(None, minimum=1)
+    """Number of groups of experts."""
+    moe_router_group_topk: int | None = option_field(None, minimum=1)
+    """Number of groups that a token's experts are in."""
 
 
 @dataclass(frozen=True)

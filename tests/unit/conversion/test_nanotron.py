@@ -77,7 +77,8 @@ def write_tensor(
         metadata = {
             "version": "1.4",
             "local_global_slices_pairs": ";".join(pairs),
-            "unsharded_shape": str(tuple(value.shape)),
+            # As of version 0.4 with numpy 2.
+            "unsharded_shape": f"(np.int64({value.shape[0]}), {value.shape[1]})",
         }
         save_file({"data": torch.cat(parts, dim).contiguous()}, path / name, metadata)
 

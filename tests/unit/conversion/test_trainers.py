@@ -231,9 +231,32 @@ def change_settings(folder: Path, change: Callable[[dict[str, Any]], Any]) -> No
     path.write_text(json.dumps(values))
 
 
+def use_experts(
+    model: dict[str, Any],
+    router: dict[str, Any] | None = None,
+    normalized: Any = None,
+    **changes: Any,
+) -> None:
+    """Puts experts in place of the feed-forward layers."""
+    routing = {"top_k": 2, "normalize_expert_weights": normalized, **(router or {})}
+    experts = {"name": "dropless", "num_experts": 4, "router": routing, **changes}
+    model["block"] |= {"name": "moe", "feed_forward": None, "feed_forward_moe": experts}
+
+
 OLMO_CORE_SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "block_overrides": lambda model: model.update(block_overrides={"0": {}}),
-    "gate": lambda model: model["block"]["sequence_mixer"].update(gate={"granularity": "headwise"}),
+    "sequence_mixer": lambda model: model.update(block_overrides={"0": {"name": "default"}}),
+    "norm_position": lambda model: model.update(
+        block_overrides={"0": {**model["block"], "name": "reordered_norm"}}
+    ),
+    "granularity": lambda model: model["block"]["sequence_mixer"].update(
+        gate={"granularity": "tokenwise"}
+    ),
+    "clip_qkv": lambda model: model["block"]["sequence_mixer"].update(clip_qkv=8.0),
+    "shared_mlp": lambda model: use_experts(model, shared_mlp={"hidden_size": 32}),
+    "capacity": lambda model: use_experts(model, name="default", capacity_factor=1.5),
+    "normalize_expert_weights": lambda model: use_experts(model, router={"top_k": 1}, normalized=1),
+    "gating_function": lambda model: use_experts(model, router={"gating_function": "sigmoid"}),
+    "bias_gamma": lambda model: use_experts(model, router={"bias_gamma": 1e-3}),
     "feed_forward.bias": lambda model: model["block"]["feed_forward"].update(bias=True),
     "layer_norm.name": lambda model: model["block"]["layer_norm"].update(name="nemotron_rms"),
     "rope.another": lambda model: model["block"]["sequence_mixer"]["rope"].update(another=1),

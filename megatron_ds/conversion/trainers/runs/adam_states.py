@@ -29,6 +29,8 @@ from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 STEP = "step"
 SHOWN = 3
 """Names of weights in a message."""
+OF_EXPERTS = "the losses and the states of its experts are not taken over"
+"""Why a run with experts is not continued."""
 UNSUPPORTED = ("amsgrad", "maximize")
 """Settings of torch's Adam that change its steps."""
 

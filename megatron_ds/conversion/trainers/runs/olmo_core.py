@@ -23,7 +23,12 @@ from megatron_ds.conversion.source import ReadOptions, SavedRun, SourceCheckpoin
 from megatron_ds.conversion.step_settings import StepSettings
 from megatron_ds.conversion.trainers.layout import TrainerNames
 from megatron_ds.conversion.trainers.open_model import file_in
-from megatron_ds.conversion.trainers.runs.adam_states import AdamOfRun, adam_of_run, with_run
+from megatron_ds.conversion.trainers.runs.adam_states import (
+    OF_EXPERTS,
+    AdamOfRun,
+    adam_of_run,
+    with_run,
+)
 from megatron_ds.conversion.trainers.runs.distributed_adam import read_adam
 from megatron_ds.conversion.trainers.runs.olmo_schedules import Schedule, schedule_of
 
@@ -37,6 +42,7 @@ DATA = (
     "OLMo-core shuffles its sequences by its own generator, and predicts one token less of each, "
     "because the last one has no label"
 )
+WITHOUT = "it has no optimizer states"
 UNREAD = f"it has no {TRAIN}, which has the progress of the run"
 
 
@@ -66,7 +72,8 @@ def with_olmo_core_run(
     with malformed_values(path / "config.json"):
         module = recorded.get("train_module") or {}
         _check_optimizer(path, module.get("optim") or {})
-    theirs = read_adam(folder, OPTIMIZER) if options.optimizer else None
+    has_experts = source.settings.moe.is_used
+    theirs = read_adam(folder, OPTIMIZER) if options.optimizer and not has_experts else None
     if not (path / TRAIN).is_file():
         if theirs is None:
             return source
@@ -83,7 +90,7 @@ def with_olmo_core_run(
     samples = tokens // length
     if theirs is None:
         run = SavedRun(step, samples, None, None, None, settings=StepSettings(data=DATA))
-        return dataclasses.replace(source, run=run, unread="it has no optimizer states")
+        return dataclasses.replace(source, run=run, unread=OF_EXPERTS if has_experts else WITHOUT)
     adam = adam_of_run(path, source.settings, names, theirs)
     _check_steps(path, adam, step)
     with malformed_values(path / "config.json"):

@@ -26,6 +26,7 @@ from megatron_ds.conversion.source import ReadOptions, SavedRun, SourceCheckpoin
 from megatron_ds.conversion.step_settings import StepSettings
 from megatron_ds.conversion.trainers.layout import TrainerNames
 from megatron_ds.conversion.trainers.runs.adam_states import (
+    OF_EXPERTS,
     AdamOfRun,
     TheirAdam,
     adam_of_run,
@@ -65,12 +66,13 @@ def with_torchtitan_run(
         step = None if step is None else int(step)
         tokens = int(tokens or 0) or None
     settings = StepSettings(tokens_of_rank=tokens, data=DATA)
-    theirs = read_adam(folder, OPTIMIZER) if options.optimizer else None
+    has_experts = source.settings.moe.is_used
+    theirs = read_adam(folder, OPTIMIZER) if options.optimizer and not has_experts else None
     if theirs is None:
         if step is None:
             return source
         run = SavedRun(step, None, None, None, None, settings=settings)
-        return dataclasses.replace(source, run=run, unread=UNREAD)
+        return dataclasses.replace(source, run=run, unread=OF_EXPERTS if has_experts else UNREAD)
     adam = adam_of_run(source.path, source.settings, names, _split(theirs, source.settings))
     step = adam.steps if step is None else step
     settings = _settings(adam, settings, step)
