@@ -9,6 +9,7 @@ Knows the token file and its indexes, but no splits, caches, ranks or torch.
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import numpy as np
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.remote.block_cache import USED
 from megatron_ds.data.remote.token_cache import RemoteTokens
-from megatron_ds.data.sample import IdArray, Mark, MarkArray
+from megatron_ds.data.sample import NO_MARKS, IdArray, Mark, MarkArray
 from megatron_ds.data.sample_index import IntArray, RemainingIndexes, SampleIndexes
 from megatron_ds.data.token_dataset import Piece, TokenDataset, all_below
 from megatron_ds.data.token_files.token_file import TokenArray, TokenFile
@@ -75,6 +76,7 @@ class NumberedDataset(TokenDataset, ABC):
         self.cache = file.cache
         self.seq_length = seq_length
         self.vocab_size = vocab_size
+        self.marks = NO_MARKS if file.loss_spans is None else Mark.NO_LOSS
         self._indexes = indexes
         self._size = len(indexes)
         self._views: Any = None
@@ -198,9 +200,27 @@ class GPTDataset(NumberedDataset):
                 ids[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
             if marks is not None and size and offset + size == lengths[sequence]:
                 marks[filled + size - 1] = Mark.LAST
+            if marks is not None and self.marks:
+                self._mark_without_loss(begin, marks[filled : filled + size])
             filled += size
             at += 1
             offset = 0
+
+    def _mark_without_loss(self, begin: int, marks: MarkArray) -> None:
+        """Marks the tokens outside of the file's loss spans.
+
+        Args:
+            begin: Number of the first token in the file.
+            marks: [n], marks of the tokens from there on.
+        """
+        assert self.file.loss_spans is not None
+        edges = self.file.loss_spans.reshape(-1)
+        first, end = np.searchsorted(edges, (begin, begin + len(marks)), side="right").tolist()
+        bounds = [0, *(edges[first:end] - begin).tolist(), len(marks)]
+        # Before an edge with an even number, a span's first token, the tokens are outside.
+        for edge, (start, stop) in enumerate(itertools.pairwise(bounds), first):
+            if edge % 2 == 0:
+                marks[start:stop] |= np.uint8(Mark.NO_LOSS)
 
     def sample_id(self, position: int) -> str:
         return f"{self.name}:{self._sample(position)}"

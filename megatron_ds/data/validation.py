@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,13 @@ import xxhash
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.blend.blend_spec import SPLITS, DatasetGroup, DocumentSelection, read_groups
+from megatron_ds.data.blend.blend_spec import (
+    SPLITS,
+    BlendSource,
+    DatasetGroup,
+    DocumentSelection,
+    read_groups,
+)
 from megatron_ds.data.blend.usage_report import join_limited
 from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.token_files.kinds import missing_problems, open_token_file
@@ -250,15 +257,21 @@ def boundary_problems(options: DataConfig, eod: int | None) -> Iterator[Problem]
 
 
 def data_warnings(
-    files: DataFiles, samples: Sequence[int], eod: int | None, bos: int | None = None
+    files: DataFiles,
+    samples: Sequence[int],
+    eod: int | None,
+    bos: int | None = None,
+    seq_length: int = 0,
 ) -> Iterator[Problem]:
-    """Warns about splits without text, missing begin tokens, and flags that need end tokens.
+    """Warns about splits without text, or with less than a sample, missing begin tokens, and flags
+    that need end tokens.
 
     Args:
         files: The data flags and their files, for which `data_problems` has found no problems.
         samples: Samples that the run needs of train, valid and test.
         eod: End-of-document token of the tokenizer; None if unknown.
         bos: Token with which documents begin; None without such a token.
+        seq_length: Tokens of a sample.
     """
     needed = dict(zip(SPLITS, samples, strict=True))
     for group in files.groups:
@@ -268,6 +281,10 @@ def data_warnings(
             text = group.sources[0].documents.text
             named = join_limited(empty, MAX_NAMED_FILES)
             yield Problem("split-not-evaluated", text=text, split=group.split, named=named)
+        for source in group.sources if needed[group.split] else ():
+            if 0 < (tokens := _tokens_up_to(files, source, seq_length)) < seq_length:
+                values = {"split": group.split, "prefix": source.prefix, "seq_length": seq_length}
+                yield Problem("data-shorter-than-sample", "seq_length", tokens=tokens, **values)
     without_bos = [] if bos is None else [one for one in files.prefixes if _lacks(files, one, bos)]
     if without_bos:
         named = join_limited(without_bos, MAX_NAMED_FILES)
@@ -286,6 +303,56 @@ def data_warnings(
             checked=CHECKED_DOCUMENTS,
             eod=eod,
         )
+
+
+def loss_span_problems(files: DataFiles) -> Iterator[Problem]:
+    """Checks the flags for data in which only some tokens have a loss, such as conversations.
+
+    Args:
+        files: The data flags and their files, for which `data_problems` has found no problems.
+    """
+    options = files.config
+    named = join_limited(_with_loss_spans(files), MAX_NAMED_FILES)
+    if named and options.fim_data:
+        yield Problem("loss-spans-with-fim", named=named)
+    if named and options.needs_eod:
+        flags = ", ".join(map(flag_of, options.boundary_fields))
+        yield Problem("conversations-by-eod", named=named, flags=flags)
+
+
+def loss_span_warnings(files: DataFiles, *, is_per_token: bool) -> Iterator[Problem]:
+    """Warns about conversations that see each other, or that count unequally.
+
+    Args:
+        files: As in `loss_span_problems`.
+        is_per_token: Whether each token of a step counts alike.
+    """
+    named = join_limited(_with_loss_spans(files), MAX_NAMED_FILES)
+    if named and not files.config.reset_attention_mask:
+        yield Problem("conversations-not-separated", named=named)
+    if named and not is_per_token:
+        yield Problem("answers-count-unequally", named=named)
+
+
+def _with_loss_spans(files: DataFiles) -> list[str]:
+    """Prefixes of the token files in which not all tokens have a loss."""
+    prefixes = []
+    for prefix in files.prefixes:
+        with suppress(UserError):  # reported by data_problems
+            if files.open(prefix).loss_spans is not None:
+                prefixes.append(prefix)
+    return prefixes
+
+
+def _tokens_up_to(files: DataFiles, source: BlendSource, limit: int) -> int:
+    """Tokens of a source's documents; of many, at least `limit`. 0 if the file is damaged."""
+    try:
+        file = files.open(source.prefix)
+    except UserError:
+        return 0
+    first, end = source.documents.range_of(len(file))
+    lengths = file.lengths[first:end]
+    return int(lengths[lengths > 0][:limit].sum(dtype=np.int64))
 
 
 def _lacks(files: DataFiles, prefix: str, token: int) -> bool:

@@ -205,7 +205,7 @@ class ResumableOutput:
             self.progress = record["progress"]
             self.finished = record["finished"]
         for name, suffix in self.names.items():
-            size = 0 if record is None else record["sizes"][name]
+            size = 0 if record is None else record["sizes"].get(name, 0)
             if not self.finished:
                 _truncate(self.folder / name, size)
             self.files[name] = GrowingFile(self.folder / name, suffix, size)

@@ -1,7 +1,7 @@
 """Turn documents into Megatron's token files (.bin and .idx).
 
 They are <prefix>_<key>_document.bin and .idx, or <prefix>_<key>_sentence.bin and .idx with
---split-sentences.
+--split-sentences. With --chat the documents are conversations.
 """
 
 from __future__ import annotations
@@ -19,17 +19,31 @@ from megatron_ds.cli.progress import progress
 from megatron_ds.cli.sharding import ShardOptions, connect_ray
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.problems import Problem, UserError, collect, counted, raise_if_any
+from megatron_ds.config.problems import (
+    Problem,
+    UserError,
+    collect,
+    counted,
+    raise_if_any,
+    user_error,
+)
 from megatron_ds.launch import environment, output
+from megatron_ds.preprocess.documents.conversations import MESSAGES, ConversationReader
 from megatron_ds.preprocess.documents.sentence_splitter import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
 from megatron_ds.preprocess.shards import Shard, shard_problems
 from megatron_ds.programs import start_words
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
-from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
+from megatron_ds.tokenizer.chat_template import (
+    read_chat_template,
+    read_special_tokens,
+    read_template_file,
+)
+from megatron_ds.tokenizer.fast_backend import BACKENDS, REFERENCE, select_backend
 
 IF_SPLIT = when(split_sentences=True)
+DEFAULT_KEYS = PreprocessOptions().json_keys
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,9 @@ class Options:
             yield from shard_problems(self.run.inputs)
 
     def preprocess_options(self, splitter: Splitter | None) -> PreprocessOptions:
-        return dataclasses.replace(self.run, splitter=splitter)
+        run = self.run
+        keys = (MESSAGES,) if run.chat and run.json_keys == DEFAULT_KEYS else run.json_keys
+        return dataclasses.replace(run, splitter=splitter, json_keys=keys)
 
 
 def summary(done: Progress, seconds: float) -> str:
@@ -149,23 +165,50 @@ def time_line(parts: Mapping[str, float], seconds: float, library: str) -> str:
     )
 
 
+def read_conversations(options: PreprocessOptions, tokenizer: Tokenizer) -> ConversationReader:
+    """Reads documents as conversations, by the template of --chat-template or of the tokenizer.
+
+    Raises:
+        UserError: If there is no template, or the tokenizer does not name the characters of ids.
+    """
+    if tokenizer.library() is None:
+        kind = tokenizer.fingerprint.kind
+        raise user_error("chat-tokenizer-unsupported", "tokenizer_type", kind=kind)
+    if options.chat_template is not None:
+        tokens = read_special_tokens(tokenizer.folder)
+        template = read_template_file(options.chat_template, tokens)
+    elif (template := read_chat_template(tokenizer.folder)) is None:
+        raise user_error("chat-template-required", folder=tokenizer.folder)
+    if not template.marks_answers:
+        output.print_error(f"WARNING: {Problem('chat-template-without-marks').render()}")
+    if "strftime_now" in template.source + template.source_with_tools:
+        output.print_error(f"WARNING: {Problem('chat-template-with-date').render()}")
+    added = tokenizer.library().get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special]
+    return ConversationReader(template, special, options.inputs.max_document_bytes)
+
+
 def work(options: Options) -> None:
     start = time.perf_counter()
     splitter = options.sentences.splitter()
     if splitter is not None:
         output.print_error(f"sentences are split by {splitter}")
-    if not options.run.append_eod:
+    if not (options.run.append_eod or options.run.chat):
         output.print_error(f"WARNING: {Problem('append-eod-missing').render()}")
     environment.limit_tokenizer_threads()  # the workers are the parallelism
     tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
-    if tokenizer.adds_bos and not options.run.prepend_bos:
+    if tokenizer.adds_bos and not (options.run.prepend_bos or options.run.chat):
         output.print_error(f"WARNING: {Problem('prepend-bos-missing', bos=tokenizer.bos).render()}")
     if tokenizer.lost_characters() is not None:
         output.print_error(f"WARNING: {Problem('tokenizer-loses-characters').render()}")
-    backend = select_backend(tokenizer, options.tokenizer_backend)
+    library = REFERENCE if options.run.chat else options.tokenizer_backend
+    backend = select_backend(tokenizer, library)
     if backend.reason:
         output.print_error(f"encoding is slower than it could be: {backend.reason}")
     settings = options.preprocess_options(splitter)
+    if settings.chat:
+        reader = read_conversations(settings, tokenizer)
+        settings = dataclasses.replace(settings, conversations=reader)
     total = None if options.shards.is_used else settings.inputs.total_bytes()
     with progress("tokenizing", total, options.log_interval) as update:
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.token_files.indexed_dataset import token_dtype
+from megatron_ds.preprocess.documents.conversations import ConversationReader
 from megatron_ds.preprocess.documents.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.documents.parsing import (
     EMPTY_TEXT,
@@ -30,6 +31,7 @@ from megatron_ds.preprocess.documents.parsing import (
 from megatron_ds.preprocess.documents.sentence_splitter import Splitter
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.tokenizer import Tokenizer
+from megatron_ds.tokenizer.chat_template import Spans, encode_answers
 from megatron_ds.tokenizer.export.lost_text import LostCharacters
 
 
@@ -49,6 +51,8 @@ class _Document(NamedTuple):
 
     item: RawDocument
     texts: list[str]
+    answers: Spans = ()
+    """Characters of the only text that have a loss, if not all have one."""
 
 
 class EncodedColumn(NamedTuple):
@@ -58,11 +62,13 @@ class EncodedColumn(NamedTuple):
         tokens: All sequences, concatenated.
         lengths: [sequences] length of each in tokens.
         sequences: [documents] number of sequences in each document.
+        loss_spans: [spans, 2] first and end of each range of tokens with loss; None for all.
     """
 
     tokens: npt.NDArray[np.generic]
     lengths: npt.NDArray[np.int64]
     sequences: npt.NDArray[np.int64]
+    loss_spans: npt.NDArray[np.int64] | None = None
 
 
 class EncodedChunk(NamedTuple):
@@ -97,6 +103,7 @@ class Encoder:
         append_eod: Whether each document ends with the end-of-document token.
         prepend_bos: Whether each document begins with the begin token.
         splitter: Splits texts into sentences, one sequence each. None: one sequence per document.
+        conversations: Reads documents as conversations. Only the assistant's answers have a loss.
     """
 
     tokenizer: Tokenizer
@@ -104,6 +111,7 @@ class Encoder:
     append_eod: bool
     prepend_bos: bool = False
     splitter: Splitter | None = None
+    conversations: ConversationReader | None = None
 
     def __post_init__(self) -> None:
         """Raises UserError: If the tokenizer has no begin token to prepend."""
@@ -114,9 +122,9 @@ class Encoder:
         items = chunk.items()
         timer = StageTimer()
         with timer.stage("parsing"):
-            parsed = [(item, texts_of(item, self.fields)) for item in items]
-            documents = [_Document(item, one) for item, one in parsed if isinstance(one, list)]
-            rejected = [one for _, one in parsed if isinstance(one, RejectedDocument)]
+            parsed = list(map(self.parse, items))
+            documents = [one for one in parsed if isinstance(one, _Document)]
+            rejected = [one for one in parsed if isinstance(one, RejectedDocument)]
         with timer.stage("encoding"):
             try:
                 columns = self._encode(documents, timer)
@@ -149,6 +157,16 @@ class Encoder:
             self._lost_characters(documents),
         )
 
+    def parse(self, item: RawDocument) -> _Document | RejectedDocument:
+        """The texts of a raw document, or why it is rejected."""
+        if self.conversations is None:
+            texts = texts_of(item, self.fields)
+            return _Document(item, texts) if isinstance(texts, list) else texts
+        conversation = self.conversations(item)
+        if isinstance(conversation, RejectedDocument):
+            return conversation
+        return _Document(item, [conversation.text], conversation.answers)
+
     def _lost_characters(self, documents: list[_Document]) -> int:
         lost = self._lost
         if lost is None:
@@ -168,6 +186,11 @@ class Encoder:
         Raises:
             ValueError: If the tokenizer refuses a text.
         """
+        if self.conversations is not None:
+            texts = [document.texts[0] for document in documents]
+            answers = [document.answers for document in documents]
+            flat, spans = encode_answers(self.tokenizer, texts, answers)
+            return [EncodedColumn(*flat, np.ones(len(texts), np.int64), spans)]
         return [
             self._column([document.texts[at] for document in documents], timer)
             for at in range(len(self.fields.keys))
@@ -207,7 +230,8 @@ class Encoder:
             last = np.cumsum(sequences) - 1
             tokens = np.insert(tokens, np.cumsum(lengths)[last], self.tokenizer.eod)
             lengths[last] += 1
-        return EncodedColumn(tokens, lengths, sequences)
+        # Spans count tokens, none of which is added where there are spans.
+        return EncodedColumn(tokens, lengths, sequences, encoded.loss_spans)
 
 
 def _by_document(

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.checks import prefix_problems
-from megatron_ds.config.fields import field_problems, option_field, option_group
+from megatron_ds.config.fields import (
+    exclusive_problem,
+    field_problems,
+    option_field,
+    option_group,
+    when,
+)
 from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX
+from megatron_ds.preprocess.documents.conversations import ConversationReader
 from megatron_ds.preprocess.documents.inputs import QUARANTINE, InputSpec
 from megatron_ds.preprocess.documents.parsing import TextFields
 from megatron_ds.preprocess.documents.sentence_splitter import Splitter
@@ -28,6 +35,12 @@ class PreprocessOptions:
         ("text",), nargs="*", aliases=("json-key", "columns"), metavar="KEY"
     )
     """Keys or columns of the texts, each written to its own files; a.b is key b nested in a."""
+    chat: bool = option_field(False)
+    """Documents are conversations: the key messages, a list of {"role": ..., "content": ...}, and
+    optionally tools, by the tokenizer's chat template. Only the assistant's answers have a loss."""
+    chat_template: str | None = option_field(None, metavar="FILE", only_with=when(chat=True))
+    """Template of --chat (default: chat_template.jinja or tokenizer_config.json next to the
+    tokenizer)."""
     append_eod: bool = option_field(False)
     """Append the end-of-document token to each document."""
     prepend_bos: bool = option_field(False)
@@ -40,6 +53,8 @@ class PreprocessOptions:
     """Number of documents sent to a worker process at a time."""
     splitter: Splitter | None = None
     """Splits texts into sentences, which become sequences."""
+    conversations: ConversationReader | None = None
+    """Reads the documents of --chat."""
     shard: Shard | None = None
     """The part of the input that is read; None for all of it."""
     resume: bool = option_field(False)
@@ -83,6 +98,7 @@ class PreprocessOptions:
         return {
             "json_keys": self.json_keys,
             "append_eod": self.append_eod,
+            **self._chat_settings(),
             **({"prepend_bos": True} if self.prepend_bos else {}),
             **inputs,
             # A position in the input is an index into the ordered list of files.
@@ -90,6 +106,15 @@ class PreprocessOptions:
             **files,
             "tokenizer and sentence splitter": tokenizer_metadata.decode(),
             **({} if self.shard is None else {"shard": str(self.shard)}),
+        }
+
+    def _chat_settings(self) -> dict[str, str]:
+        if self.conversations is None:
+            return {}
+        template = self.conversations.template
+        return {
+            "chat template": template.source + template.source_with_tools,
+            "special tokens of the chat template": str(sorted(template.tokens.items())),
         }
 
     def problems(self) -> Iterator[Problem]:
@@ -105,5 +130,13 @@ class PreprocessOptions:
                 yield Problem("key-not-a-file-name", key=key)
         if len(set(self.json_keys)) != len(self.json_keys):
             yield Problem("key-twice", json_keys=" ".join(self.json_keys))
+        if self.chat:
+            others = [name for name in ("append_eod", "prepend_bos") if getattr(self, name)]
+            others += ["split_sentences"] if self.splitter is not None else []
+            if others:
+                reason = "a conversation has the tokens that its template writes"
+                yield exclusive_problem("chat", *others, reason=reason)
+            if len(self.json_keys) > 1:
+                yield Problem("conversations-of-one-key", json_keys=" ".join(self.json_keys))
         if self.resume:
             yield from self.inputs.resume_problems()

@@ -29,7 +29,12 @@ from megatron_ds.config.problems import (
     user_error,
 )
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
-from megatron_ds.data.token_files.indexed_writer import WORK_SUFFIXES, TokenFileWriter, WriteCounts
+from megatron_ds.data.token_files.indexed_writer import (
+    WORK_SUFFIXES,
+    WRITER_SUFFIXES,
+    TokenFileWriter,
+    WriteCounts,
+)
 from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import (
     COMPLETED_SUFFIX,
@@ -39,7 +44,7 @@ from megatron_ds.fileio.resumable import (
 )
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import content_size
-from megatron_ds.preprocess.documents.parsing import BROKEN_JSON, RejectedDocument, texts_of
+from megatron_ds.preprocess.documents.parsing import BROKEN_JSON, RejectedDocument
 from megatron_ds.preprocess.encoder import Chunk, EncodedChunk, Encoder
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.shards import lines_before, slices
@@ -133,7 +138,9 @@ def preprocess(
         raise_if_any(refusal)
     with ExitStack() as stack:
         added = options.append_eod, options.prepend_bos
-        encoder = Encoder(tokenizer, options.text_fields, *added, options.splitter)
+        encoder = Encoder(
+            tokenizer, options.text_fields, *added, options.splitter, options.conversations
+        )
         # Before any file is opened: forked workers inherit what is open, also the lock.
         workers = stack.enter_context(Workers(encoder, options.workers))
         work = ResumableOutput(
@@ -153,7 +160,7 @@ def preprocess(
             return dataclasses.replace(before, input_bytes=options.inputs.total_bytes() or 0)
         if before is not None:
             log(f"resuming after {counted(before.documents, 'document')}")
-        run = _Run(options, tokenizer, work, before or Progress())
+        run = _Run(options, encoder, work, before or Progress())
         progress = run.encode(workers, metadata, report)
         publish(options, work)
     return progress
@@ -181,8 +188,9 @@ def token_file_writers(
         key: TokenFileWriter(
             options.prefix(key),
             dtype,
-            [work.files[options.stem(key) + suffix].raw for suffix in WORK_SUFFIXES[:3]],
+            [work.files[options.stem(key) + suffix].raw for suffix in WRITER_SUFFIXES],
             WriteCounts(*written.get(key, ())),
+            has_loss_spans=options.chat,
         )
         for key in options.json_keys
     }
@@ -233,7 +241,7 @@ class _Run:
     """A run from its start, or from where an interrupted run stopped, to finished files."""
 
     options: PreprocessOptions
-    tokenizer: Tokenizer
+    encoder: Encoder
     work: ResumableOutput
     progress: Progress
 
@@ -244,13 +252,14 @@ class _Run:
         position = ReadPosition(*saved["position"])
         self._reader = DocumentReader(
             options.inputs,
-            options.json_keys,
+            () if options.chat else options.json_keys,
             position,
+            all_columns=options.chat,
             shard=options.shard,
             lines=saved.get("lines", {}),
         )
         self._position = position
-        self._writers = token_file_writers(options, self.tokenizer, work, saved["written"])
+        self._writers = token_file_writers(options, self.encoder.tokenizer, work, saved["written"])
         self._is_resumable = not any(options.inputs.resume_problems())
         self._is_writing = False
         self._timer = StageTimer()
@@ -276,7 +285,8 @@ class _Run:
             for encoded in timer.timed_iter("waiting", workers.map(chunks)):
                 if encoded.rejected and options.fail_on_bad_document:
                     pending = workers.finish_pending()
-                    raise UserError(*_strict_problems(encoded.rejected, pending, chunks, options))
+                    ahead = pending, chunks, options, self.encoder
+                    raise UserError(*_strict_problems(encoded.rejected, *ahead))
                 self._first_reject = self._first_reject or next(iter(encoded.rejected), None)
                 for stage, seconds in encoded.seconds.items():
                     timer.seconds[stage] += seconds
@@ -407,6 +417,7 @@ def _strict_problems(
     in_flight: Iterable[EncodedChunk],
     rest: Iterator[Chunk],
     options: PreprocessOptions,
+    encoder: Encoder,
 ) -> Iterator[Problem]:
     """The first rejected documents, and those among the documents that follow."""
     divided, before = lines_before(options.inputs, options.shard)
@@ -420,8 +431,8 @@ def _strict_problems(
             line = chunk.lines[0] + before * (chunk.files[0] == divided)
             end = f"; not checked from {chunk.files[0]}:{line} on"
             break
-        texts = (texts_of(item, options.text_fields) for item in chunk.items())
-        rejected += (one for one in texts if isinstance(one, RejectedDocument))
+        parsed = map(encoder.parse, chunk.items())
+        rejected += (one for one in parsed if isinstance(one, RejectedDocument))
         checked += len(chunk.lines)
     for document in rejected[:PROBLEMS_SHOWN]:
         if document.file == divided:

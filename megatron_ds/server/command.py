@@ -115,7 +115,8 @@ def serve(
         "/v1/chat/completions": ChatApi(completions, template),
     }
     models = completions.models()
-    documents = {"/info": info | {"name": model_names[0]}, "/v1/models": models}
+    facts = {"name": model_names[0], "chat": template is not None}
+    documents = {"/info": info | facts, "/v1/models": models}
     documents |= {f"/v1/models/{entry['id']}": entry for entry in models["data"]}
     server_options = ServerOptions(names, options.allowed_origins, keys, options.request_timeout)
     TextServer(scheduler, apis, log_rank0, server_options, documents).run(listener)

@@ -105,6 +105,16 @@ class Tokenizer(ABC):
 
     def lost_characters(self) -> LostCharacters | None:
         """Counts the characters that the tokenizer drops; None if it drops none."""
+        if (library := self.library()) is None:
+            return None
+        from megatron_ds.tokenizer.export.lost_text import LostCharacters
+
+        lost = LostCharacters(library)
+        return lost if lost.is_possible else None
+
+    def library(self) -> Any:
+        """The tokenizer of `tokenizers` that gives the ids of a Hugging Face tokenizer, and the
+        characters of each; None without one."""
         return None
 
     def exported(self) -> ExportedTokenizer:

@@ -27,7 +27,6 @@ from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 if TYPE_CHECKING:
     from megatron_ds.tokenizer.export.library import ExportedTokenizer
-    from megatron_ds.tokenizer.export.lost_text import LostCharacters
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 REQUIRED_FILES = ("vocab_file", "merges_file")
@@ -332,8 +331,8 @@ class FileTokenizer(JsonTokenizer):
         vars(self).update(state)
         self._tokenizer.encode_special_tokens = self._splits_tokens  # the library forgets it
 
-    def lost_characters(self) -> LostCharacters | None:
-        return _lost_characters(self._tokenizer)
+    def library(self) -> Any:
+        return self._tokenizer
 
     def exported(self) -> ExportedTokenizer:
         return _exported(self, self._tokenizer, self._names, self._splits_tokens)
@@ -371,7 +370,7 @@ class PretrainedTokenizer(Tokenizer):
         self.adds_bos = self.bos is not None and self._tokenizer("").input_ids[:1] == [self.bos]
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
         existing = filter(Path.is_file, files)
-        backend = None if trust_remote_code else getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = None if trust_remote_code else self.library()
         content = "" if backend is None else hash_content(backend.to_str())
         self.fingerprint = self._fingerprint_of("HFTokenizer", existing, content=content)
 
@@ -383,13 +382,11 @@ class PretrainedTokenizer(Tokenizer):
         )["input_ids"]
         return encoded
 
-    def lost_characters(self) -> LostCharacters | None:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return None if backend is None else _lost_characters(backend)
+    def library(self) -> Any:
+        return getattr(self._tokenizer, "backend_tokenizer", None)
 
     def exported(self) -> ExportedTokenizer:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
+        if (backend := self.library()) is None:
             return super().exported()
         splits = bool(self._tokenizer.split_special_tokens)
         return _exported(self, backend, _token_names(self._tokenizer), splits)
@@ -402,15 +399,8 @@ class PretrainedTokenizer(Tokenizer):
         return vocab.get(token)
 
     def token_bytes(self) -> list[int] | None:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = self.library()
         return None if backend is None else library_token_bytes(backend, self.vocab_size)
-
-
-def _lost_characters(library: Any) -> LostCharacters | None:
-    from megatron_ds.tokenizer.export.lost_text import LostCharacters
-
-    lost = LostCharacters(library)
-    return lost if lost.is_possible else None
 
 
 def _token_names(loaded: Any) -> dict[str, str]:

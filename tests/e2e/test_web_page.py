@@ -34,7 +34,7 @@ INFO = {
     "name": "<b>", "checkpoint": "step 4", "parameters": 1200, "num_layers": 3, "hidden_size": 8,
     "num_attention_heads": 4, "num_query_groups": 2, "num_experts": 1, "max_length": 64,
     "defaults": {"temperature": 0.5, "top_k": 3, "top_p": 0.0, "tokens_to_generate": 64, "seed": 7},
-    "loss": None,
+    "loss": None, "chat": False,
 }  # fmt: skip
 
 
@@ -205,13 +205,14 @@ def test_texts_arrive_token_by_token(page: Page, served: Served) -> None:
 class Site:
     """The page without a server: what is sent to one, and prepared responses."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page, info: dict[str, Any] = INFO) -> None:
         self.sent: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.respond: Callable[[Route], None] = lambda route: route.abort()
         html = PAGE.read_text(encoding="utf-8")
         page.route(SITE, lambda route: route.fulfill(body=html, content_type="text/html"))
-        page.route(f"{SITE}info", lambda route: route.fulfill(json=INFO))
-        page.route(f"{SITE}v1/completions", self._record)
+        page.route(f"{SITE}info", lambda route: route.fulfill(json=info))
+        page.route(f"{SITE}v1/**", self._record)
         page.goto(SITE)
         page.locator("dl").wait_for(state="attached")
 
@@ -222,6 +223,7 @@ class Site:
 
     def _record(self, route: Route) -> None:
         self.sent.append(route.request.post_data_json)
+        self.paths.append(route.request.url.removeprefix(SITE))
         self.respond(route)
 
 
@@ -279,6 +281,48 @@ def test_texts_are_shown_as_they_are(page: Page) -> None:
     # What is announced is the text, not its tokens one by one.
     page.locator("#live", has_text="😀<b>x</b> a b").wait_for(state="attached")
     assert page.locator("#live").inner_text().endswith(". 7 tokens.")
+
+
+def part_of(content: str, *tokens: str) -> dict[str, Any]:
+    """The event of a chat with a text; each token has an alternative."""
+    others = [{"token": token, "logprob": -1.0} for token in (*tokens[:1], "other")]
+    entries = [{"token": token, "logprob": -1.0, "top_logprobs": others} for token in tokens]
+    return {"choices": [{"delta": {"content": content}, "logprobs": {"content": entries}}]}
+
+
+def test_messages_are_answered(page: Page) -> None:
+    """Claim (serving): the page chats with a model whose tokenizer has a chat template"""
+    site = Site(page, {**INFO, "chat": True})
+    site.stream(part_of("Yes", "Yes"), part_of(" <b>", " <b>"), part_of(""))
+    page.locator("#prompt").fill("Is it?")
+    page.get_by_role("button", name="Send").click()
+    page.locator("article[aria-busy=false]").wait_for()
+    assert page.locator(".token").all_text_contents() == ["Yes", " <b>"]
+    page.locator(".token").nth(0).click()
+    assert page.locator("#details th").all_text_contents() == ["Yes", "other"]
+    asked = {"role": "user", "content": "Is it?"}
+    settings = {"temperature": 0.5, "top_p": 1, "top_k": 3, "max_tokens": 32, "seed": 7}
+    wanted = {"messages": [asked], "stream": True, "logprobs": True, "top_logprobs": 5}
+    assert site.sent == [{**wanted, **settings}]
+    assert site.paths == ["v1/chat/completions"]
+
+    page.get_by_role("button", name="Reply").click()
+    page.locator("#prompt").fill("Why?")
+    page.keyboard.press("Control+Enter")
+    page.locator("article[aria-busy=false]").nth(1).wait_for()
+    answer = {"role": "assistant", "content": "Yes <b>"}
+    assert site.sent[1]["messages"] == [asked, answer, {"role": "user", "content": "Why?"}]
+    assert page.locator("article").first.locator(".message").count() == 3
+    assert page.locator("b").count() == 0
+    assert_fits(page)
+
+    # Without it, texts are completed as ever.
+    page.locator("#chat").uncheck()
+    site.stream(event_of("x", "x"))
+    page.get_by_role("button", name="Generate").click()
+    page.locator("article[aria-busy=false]").nth(2).wait_for()
+    assert site.sent[2]["prompt"] == "Why?"
+    assert site.paths[2] == "v1/completions"
 
 
 def test_failures_are_shown(page: Page) -> None:

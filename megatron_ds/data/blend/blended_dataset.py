@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -50,12 +51,11 @@ class SingleSourceOrder:
 class RoutingDataset:
     """Reads each sample from one of several datasets of equal seq_length and vocab_size."""
 
-    marks = NO_MARKS
-
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
         self._datasets = tuple(datasets)
         self.seq_length = datasets[0].seq_length
         self.vocab_size = datasets[0].vocab_size
+        self.marks = functools.reduce(operator.or_, (one.marks for one in datasets), NO_MARKS)
         self.cache = next((source.cache for source in datasets if source.cache is not None), None)
 
     def __getitem__(self, position: int) -> IdArray:

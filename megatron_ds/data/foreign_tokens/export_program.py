@@ -15,7 +15,7 @@ from megatron_ds.cli.command import print_warning, table_of
 from megatron_ds.cli.progress import progress
 from megatron_ds.config.checks import output_problems
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, counted
+from megatron_ds.config.problems import Problem, counted, user_error
 from megatron_ds.data.foreign_tokens.exporting import (
     FORMATS,
     Export,
@@ -76,6 +76,8 @@ class Options:
 def work(options: Options) -> None:
     start = time.perf_counter()
     pair = IndexedDataset(options.input)
+    if pair.loss_spans is not None:
+        raise user_error("export-of-loss-spans", "input", prefix=options.input)
     format = options.selected_format
     dtype = id_type(format, pair.dtype)
     if options.token_type is not None:

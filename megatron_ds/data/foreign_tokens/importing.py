@@ -29,7 +29,12 @@ from megatron_ds.config.problems import (
 from megatron_ds.data.foreign_tokens.documents import DocumentRule, OpenDocument
 from megatron_ds.data.foreign_tokens.foreign_file import Block, ForeignFile, ForeignTokens
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
-from megatron_ds.data.token_files.indexed_writer import WORK_SUFFIXES, TokenFileWriter, WriteCounts
+from megatron_ds.data.token_files.indexed_writer import (
+    WORK_SUFFIXES,
+    WRITER_SUFFIXES,
+    TokenFileWriter,
+    WriteCounts,
+)
 from megatron_ds.data.token_files.token_file import Tokens
 from megatron_ds.fileio.resumable import (
     COMPLETED_SUFFIX,
@@ -241,7 +246,7 @@ class _Run:
         Raises:
             UserError: With all problems; the work is removed.
         """
-        files = [self.work.files[suffix].raw for suffix in WORK_SUFFIXES[:3]]
+        files = [self.work.files[suffix].raw for suffix in WRITER_SUFFIXES]
         self.writer = TokenFileWriter(self.target.prefix, self._dtype, files, self._written)
         files_left = range(self.place.file, len(self.source.files))
         for index in files_left:

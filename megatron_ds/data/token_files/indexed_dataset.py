@@ -12,6 +12,13 @@ The `.bin` file holds the tokens of all sequences, concatenated. The `.idx` file
     34+4n        8n    int64 byte offset of each sequence in the `.bin`
     34+12n       8d    int64 index of the first sequence of each document; the last entry is n
 
+Where only some tokens have a loss, such as the answers of conversations, a section of this package
+follows, which Megatron does not read:
+
+    34+12n+8d    8     magic `LOSSSPAN`
+    +8           8     uint64 m, number of spans
+    +16          16m   int64 first token of each span in the `.bin`, and token after its last one
+
 This file knows no tokenizers, samples or torch.
 """
 
@@ -44,6 +51,8 @@ from megatron_ds.fileio.memory_map import map_file
 
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+SPANS_HEADER = struct.Struct("<8sQ")
+SPANS_MAGIC = b"LOSSSPAN"
 DTYPES: dict[int, np.dtype[np.generic]] = {
     int(code): np.dtype(name) for code, name in read_table(__file__).items()
 }
@@ -96,6 +105,7 @@ class IndexedDataset:
         sizes: Bytes of the `.bin` and of the `.idx`.
         tokens: All tokens of the file: one read-only array or, by URL, what reads like one.
         document_index: [d + 1], first sequence of each document, and n.
+        loss_spans: [m, 2], the tokens with loss; None if all have one.
 
     Raises:
         UserError: If the files are missing, damaged or of another format.
@@ -120,7 +130,7 @@ class IndexedDataset:
             pair = self.cache.open(self.prefix)
             self.index_path, self.tokenizer_path, content = pair
             index = _read_index(self.index_path, f"{prefix}.idx")
-        self.dtype, self.lengths, self.pointers, self.document_index = index
+        self.dtype, self.lengths, self.pointers, self.document_index, self.loss_spans = index
         expected = _described_size(self.dtype, self.lengths, self.pointers)
         if content.size != expected and not self._count_missing_eod(content):
             raise user_error(
@@ -194,7 +204,7 @@ class IndexedDataset:
             folder = Path(self.prefix).parent
             for path in itertools.islice(sorted(folder.glob("*.idx")), MAX_INDEXES):
                 with suppress(UserError):
-                    dtype, lengths, pointers, _ = _read_index(str(path), str(path))
+                    dtype, lengths, pointers, *_ = _read_index(str(path), str(path))
                     if _described_size(dtype, lengths, pointers) == size:
                         return f"the .idx is of another file; {path} describes a .bin of this size"
         return "the pair is incomplete, or its files belong to different runs"
@@ -228,8 +238,8 @@ class IndexedDataset:
 
 def _read_index(
     local_path: str, path: str
-) -> tuple[np.dtype[np.generic], IntArray, IntArray, IntArray]:
-    """Reads an index.
+) -> tuple[np.dtype[np.generic], IntArray, IntArray, IntArray, IntArray | None]:
+    """Reads an index: type of the tokens, lengths, pointers, documents and loss spans.
 
     Args:
         local_path: Where it is.
@@ -261,8 +271,10 @@ def _read_index(
             supported=sorted(DTYPES),
         )
     expected = HEADER.size + 12 * n + 8 * d
+    spans_at = expected + SPANS_HEADER.size
+    has_spans = data[expected:spans_at].tobytes().startswith(SPANS_MAGIC)
     # Megatron-LM's multimodal files have one more byte per sequence, without a sign in the header.
-    if data.size not in (expected, expected + n):
+    if not has_spans and data.size not in (expected, expected + n):
         raise user_error(
             "token-index-size-mismatch",
             path=path,
@@ -278,7 +290,17 @@ def _read_index(
     if d == 0 or int(documents[0]) != 0 or int(documents[-1]) != n:
         raise user_error("damaged-document-index", path=path, sequences=n)
     _check_order(path, lengths, pointers, documents, DTYPES[code].itemsize)
-    return DTYPES[code], lengths, pointers, documents
+    spans = None
+    if has_spans:
+        _, count = SPANS_HEADER.unpack(data[expected:spans_at].tobytes().ljust(SPANS_HEADER.size))
+        tokens = int(lengths.sum(dtype=np.int64))
+        if data.size != spans_at + 16 * count:
+            raise user_error("damaged-loss-spans", path=path, tokens=tokens)
+        spans = data[spans_at:].view("<i8").reshape(-1, 2)
+        edges = spans.reshape(-1)
+        if count and (edges[0] < 0 or edges[-1] > tokens or bool((np.diff(edges) < 0).any())):
+            raise user_error("damaged-loss-spans", path=path, tokens=tokens)
+    return DTYPES[code], lengths, pointers, documents, spans
 
 
 def _described_size(dtype: np.dtype[np.generic], lengths: IntArray, pointers: IntArray) -> int:

@@ -115,6 +115,10 @@ class PairInspection(Inspection):
         summary = summarize(self._data)
         self.found["summary"] = dataclasses.asdict(summary)
         self.show(*summary_lines(summary))
+        if (spans := self._data.loss_spans) is not None:
+            counted_tokens = int((spans[:, 1] - spans[:, 0]).sum())
+            self.found["tokens_with_loss"] = counted_tokens
+            self.show(f"  loss on {counted_tokens:,} of the tokens, in {len(spans):,} spans")
         splitter = read_sentence_splitter(self._data.prefix, self._data.tokenizer_path)
         if splitter is not None:
             self.found["sentences"] = splitter

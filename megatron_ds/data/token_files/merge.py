@@ -89,6 +89,7 @@ def merge(
     problems = list(_output_problems(prefixes, output_prefix))
     types: dict[str, np.dtype[np.generic]] = {}
     total_size = 0
+    has_loss_spans = False
     # Pairs are opened one at a time: there may be more of them than files that can be open.
     for prefix in prefixes:
         try:
@@ -98,6 +99,7 @@ def merge(
             continue
         types[prefix] = pair.dtype
         total_size += pair.tokens.nbytes
+        has_loss_spans |= pair.loss_spans is not None
     first = next(iter(types), "")
     problems += [
         Problem(
@@ -109,7 +111,8 @@ def merge(
     raise_if_any(problems)
     dtype = types[first]
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    with pair_writer(output_prefix, dtype, merged_metadata(prefixes)) as writer:
+    metadata = merged_metadata(prefixes)
+    with pair_writer(output_prefix, dtype, metadata, has_loss_spans=has_loss_spans) as writer:
         for datasets, prefix in enumerate(prefixes, 1):
             writer.add_dataset(IndexedDataset(prefix))
             copied_bytes = writer.written.tokens * dtype.itemsize

@@ -83,6 +83,11 @@ class TokenFile(Protocol):
         """All tokens."""
 
     @property
+    def loss_spans(self) -> IntArray | None:
+        """[m, 2], first and end of each range of tokens with loss, in order and without overlap;
+        None if all tokens have a loss."""
+
+    @property
     def version(self) -> str:
         """Identifier of the content in an object store; empty for local files."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron_ds.config.problems import option
 from megatron_ds.data.token_files.text_columns import is_ids
 from megatron_ds.preprocess.documents.formats import (
     INVALID_TEXT,
@@ -25,6 +26,8 @@ except ImportError:  # json gives the same result, more slowly
     orjson = None  # type: ignore[assignment]
 
 KEYS_SHOWN = 8
+CONVERSATION_KEYS = frozenset(("messages", "conversations"))
+"""Keys by which programs write conversations."""
 MAX_NESTING = 400
 """Nesting depth that json reads on any platform."""
 
@@ -133,6 +136,8 @@ def _texts_in(item: RawDocument, value: object, fields: TextFields) -> list[str]
             shown = [repr(name[:40]) for name in itertools.islice(value, KEYS_SHOWN)]
             more = ", ..." if len(value) > KEYS_SHOWN else ""
             has = f"(it has {', '.join(shown) or 'none'}{more})"
+            if CONVERSATION_KEYS & value.keys():
+                has += f"; conversations are read with {option('chat')}"
             return reject(item, MISSING_KEY, f"has no key {key!r} {has}")
         if type(text) is int and key in fields.id_keys:
             text = str(text)

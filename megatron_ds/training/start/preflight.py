@@ -143,11 +143,18 @@ def check_data(
         samples = None if dp_size is None else schedules.planned_samples(phase, dp_size)
         problems = list(validation.data_problems(files, samples, vocab_size, fingerprint))
         yield from problems
+        if not problems:
+            yield from validation.loss_span_problems(files)
+            is_per_token = phase.optimizer.calculate_per_token_loss
+            for warning in validation.loss_span_warnings(files, is_per_token=is_per_token):
+                warn(warning)
         if tokenizer is not None:
             yield from validation.boundary_problems(options, eod)
             yield from fim_problems(options, tokenizer)
         if tokenizer is not None and not problems:
-            for warning in validation.data_warnings(files, samples or (0, 0, 0), eod, bos):
+            needed = samples or (0, 0, 0)
+            length = phase.model.seq_length
+            for warning in validation.data_warnings(files, needed, eod, bos, length):
                 warn(warning)
 
     problems = by_phase(config, check_phase)
