@@ -172,16 +172,21 @@ def read_conversations(options: PreprocessOptions, tokenizer: Tokenizer) -> Conv
         UserError: If there is no template, or the tokenizer does not name the characters of ids.
     """
     if tokenizer.library() is None:
-        kind = tokenizer.fingerprint.kind
-        raise user_error("chat-tokenizer-unsupported", "tokenizer_type", kind=kind)
+        raise user_error("chat-tokenizer-unsupported", kind=tokenizer.fingerprint.kind)
+    if tokenizer.library().encode_special_tokens:
+        raise user_error("chat-tokenizer-splits", folder=tokenizer.folder)
+    template = read_chat_template(tokenizer.folder)
     if options.chat_template is not None:
         tokens = read_special_tokens(tokenizer.folder)
         template = read_template_file(options.chat_template, tokens)
-    elif (template := read_chat_template(tokenizer.folder)) is None:
+    if template is None:
         raise user_error("chat-template-required", folder=tokenizer.folder)
+    source = template.source + template.source_with_tools
+    if "eos_token" in source and "eos_token" not in template.tokens:
+        raise user_error("chat-template-without-end", folder=tokenizer.folder)
     if not template.marks_answers:
         output.print_error(f"WARNING: {Problem('chat-template-without-marks').render()}")
-    if "strftime_now" in template.source + template.source_with_tools:
+    if "strftime_now" in source:
         output.print_error(f"WARNING: {Problem('chat-template-with-date').render()}")
     added = tokenizer.library().get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]

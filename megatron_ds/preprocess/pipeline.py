@@ -137,10 +137,7 @@ def preprocess(
     if not resume:
         raise_if_any(refusal)
     with ExitStack() as stack:
-        added = options.append_eod, options.prepend_bos
-        encoder = Encoder(
-            tokenizer, options.text_fields, *added, options.splitter, options.conversations
-        )
+        encoder = _encoder(options, tokenizer)
         # Before any file is opened: forked workers inherit what is open, also the lock.
         workers = stack.enter_context(Workers(encoder, options.workers))
         work = ResumableOutput(
@@ -164,6 +161,17 @@ def preprocess(
         progress = run.encode(workers, metadata, report)
         publish(options, work)
     return progress
+
+
+def _encoder(options: PreprocessOptions, tokenizer: Tokenizer) -> Encoder:
+    return Encoder(
+        tokenizer,
+        options.text_fields,
+        options.append_eod,
+        options.prepend_bos,
+        options.splitter,
+        options.conversations,
+    )
 
 
 def work_names(options: PreprocessOptions) -> dict[str, str]:

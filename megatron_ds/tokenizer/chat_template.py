@@ -199,9 +199,9 @@ def read_special_tokens(folder: Path | None) -> Mapping[str, str]:
         UserError: If a file cannot be read.
     """
     settings = dict[str, Any]()
-    for name in [] if folder is None else SETTINGS_FILES:
-        if (folder / name).is_file():
-            settings |= read_json(folder / name, "tokenizer_model")
+    for path in [] if folder is None else [folder / name for name in SETTINGS_FILES]:
+        if path.is_file():
+            settings |= read_json(path, "tokenizer_model")
     return special_tokens(settings)
 
 

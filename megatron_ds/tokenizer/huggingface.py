@@ -316,7 +316,8 @@ class FileTokenizer(JsonTokenizer):
         self._names = _token_names(loaded)
         vocab = library.get_vocab(with_added_tokens=True)
         self.vocab_size = count_ids(vocab, "tokenizer_model", file)
-        begin = vocab.get(str(_named_token(file, "bos_token")[1]))
+        named = _named_token(file, "bos_token")[1]
+        begin = vocab.get(named) if isinstance(named, str) else None
         end = getattr(loaded, "eos_token_id", None)
         self.bos = getattr(loaded, "bos_token_id", begin)
         self.adds_bos = self.bos is not None and library.encode("").ids[:1] == [self.bos]
@@ -370,7 +371,11 @@ class PretrainedTokenizer(Tokenizer):
         self.adds_bos = self.bos is not None and self._tokenizer("").input_ids[:1] == [self.bos]
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
         existing = filter(Path.is_file, files)
-        backend = None if trust_remote_code else self.library()
+        backend = self.library()
+        if backend is not None:
+            backend.encode_special_tokens = bool(self._tokenizer.split_special_tokens)
+        if trust_remote_code:
+            backend = None
         content = "" if backend is None else hash_content(backend.to_str())
         self.fingerprint = self._fingerprint_of("HFTokenizer", existing, content=content)
 

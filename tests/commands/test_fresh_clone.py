@@ -334,6 +334,11 @@ def test_the_tutorial_prints_what_it_shows(tmp_path: Path, launcher: Launcher) -
             clone.wait_for_server(runs[0])
             with urllib.request.urlopen(f"http://127.0.0.1:{clone.port}/", timeout=120) as answer:
                 assert answer.headers["Content-Type"].startswith("text/html")
+            question = {"messages": [{"role": "user", "content": "What does len do?"}]}
+            url = f"http://127.0.0.1:{clone.port}/v1/chat/completions"
+            body = json.dumps({**question, "max_tokens": 2}).encode()
+            with urllib.request.urlopen(url, body, timeout=120) as answer:
+                assert json.load(answer)["choices"][0]["message"]["role"] == "assistant"
             output += runs[0].output
         else:
             output += "".join(run.succeed() for run in runs)
@@ -344,4 +349,5 @@ def test_the_tutorial_prints_what_it_shows(tmp_path: Path, launcher: Launcher) -
         shown_lines += len(shown)
     assert shown_lines > 20
     assert len(losses(clone.folder / "checkpoints")) == 300 // FEWER
+    assert len(losses(clone.folder / "chat")) == 300 // FEWER
     assert (clone.folder / "loss.png").stat().st_size > 1000

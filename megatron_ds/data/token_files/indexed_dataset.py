@@ -271,8 +271,7 @@ def _read_index(
             supported=sorted(DTYPES),
         )
     expected = HEADER.size + 12 * n + 8 * d
-    spans_at = expected + SPANS_HEADER.size
-    has_spans = data[expected:spans_at].tobytes().startswith(SPANS_MAGIC)
+    has_spans = data[expected : expected + len(SPANS_MAGIC)].tobytes() == SPANS_MAGIC
     # Megatron-LM's multimodal files have one more byte per sequence, without a sign in the header.
     if not has_spans and data.size not in (expected, expected + n):
         raise user_error(
@@ -290,17 +289,30 @@ def _read_index(
     if d == 0 or int(documents[0]) != 0 or int(documents[-1]) != n:
         raise user_error("damaged-document-index", path=path, sequences=n)
     _check_order(path, lengths, pointers, documents, DTYPES[code].itemsize)
-    spans = None
-    if has_spans:
-        _, count = SPANS_HEADER.unpack(data[expected:spans_at].tobytes().ljust(SPANS_HEADER.size))
-        tokens = int(lengths.sum(dtype=np.int64))
-        if data.size != spans_at + 16 * count:
-            raise user_error("damaged-loss-spans", path=path, tokens=tokens)
-        spans = data[spans_at:].view("<i8").reshape(-1, 2)
-        edges = spans.reshape(-1)
-        if count and (edges[0] < 0 or edges[-1] > tokens or bool((np.diff(edges) < 0).any())):
-            raise user_error("damaged-loss-spans", path=path, tokens=tokens)
+    tokens = int(lengths.sum(dtype=np.int64))
+    spans = _read_spans(path, data[expected:], tokens) if has_spans else None
     return DTYPES[code], lengths, pointers, documents, spans
+
+
+def _read_spans(path: str, section: npt.NDArray[np.uint8], tokens: int) -> IntArray:
+    """Reads the loss spans of an index.
+
+    Args:
+        path: Path or URL that messages name.
+        section: The last section of the index.
+        tokens: Tokens of all sequences.
+
+    Returns:
+        [m, 2], first and end of each span.
+    """
+    size = SPANS_HEADER.size
+    _, count = SPANS_HEADER.unpack(section[:size].tobytes().ljust(size))
+    if section.size != size + 16 * count:
+        raise user_error("damaged-loss-spans", path=path, tokens=tokens)
+    edges: IntArray = section[size:].view("<i8")
+    if count and (edges[0] < 0 or edges[-1] > tokens or bool((np.diff(edges) < 0).any())):
+        raise user_error("damaged-loss-spans", path=path, tokens=tokens)
+    return edges.reshape(-1, 2)
 
 
 def _described_size(dtype: np.dtype[np.generic], lengths: IntArray, pointers: IntArray) -> int:

@@ -153,8 +153,8 @@ class TokenFileWriter:
             with name_in_errors(file.name):
                 file.write(np.ascontiguousarray(part).data)
         added = zip(self.written, parts, strict=False)
-        counts = [before + part.size for before, part in added]
-        self.written = WriteCounts(*counts, self.written.edges)
+        counts = (before + part.size for before, part in added)
+        self.written = WriteCounts(*counts)._replace(edges=self.written.edges)
 
     def _add_spans(self, size: int, spans: npt.ArrayLike | None) -> None:
         """Appends the loss spans of the next tokens.

@@ -48,6 +48,7 @@ class Lists:
     file_names = "JSON"
     cache = None
     version = ""
+    loss_spans = None
 
     def __init__(self, prefix: str, cache: object = None) -> None:
         documents = [np.array(ids, np.uint16) for ids in json.loads(Path(prefix).read_text())]

@@ -201,6 +201,22 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, run: Run) -> None:
     assert printed_codes(printed.err) == ["chat-tokenizer-unsupported"]
 
 
+def test_a_tokenizer_that_splits_special_tokens_is_refused(tmp_path: Path, run: Run) -> None:
+    lines = chats.write_lines(tmp_path / "in.jsonl", CONVERSATIONS)
+    given = flags(tmp_path, chats.CHATML, "--input", lines)
+    path = tmp_path / "tokenizer" / "tokenizer_config.json"
+    settings = {**json.loads(path.read_text()), "split_special_tokens": True}
+    path.write_text(json.dumps(settings))
+    assert printed_codes(run(*given, status=1).err) == ["chat-tokenizer-splits"]
+
+
+def test_a_template_needs_the_end_token_that_it_names(tmp_path: Path, run: Run) -> None:
+    lines = chats.write_lines(tmp_path / "in.jsonl", CONVERSATIONS)
+    given = flags(tmp_path, chats.PLAIN, "--input", lines)
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    assert printed_codes(run(*given, status=1).err) == ["chat-template-without-end"]
+
+
 def test_a_template_with_a_date_is_warned_about(tmp_path: Path, run: Run) -> None:
     lines = chats.write_lines(tmp_path / "in.jsonl", CONVERSATIONS)
     dated = chats.CHATML + "{{ strftime_now('%Y') }}"

@@ -158,3 +158,10 @@ def test_tokenizers_of_other_settings_are_not_the_same(tmp_path: Path) -> None:
     ]
     pairs = itertools.combinations(made, 2)
     assert not any(one.fingerprint.same_as(other.fingerprint) for one, other in pairs)
+
+
+def test_a_token_named_none_does_not_begin_texts(tmp_path: Path) -> None:
+    """A vocabulary of code has it, and settings may name no begin token."""
+    library = Library(models.WordLevel({"None": 0, "<|endoftext|>": 1}, "None"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert build_hf(tmp_path).bos is None
