@@ -102,7 +102,7 @@ RECORDING = """\
 case "$*" in
     tools/generate_samples_gpt.py* | tools/run_text_generation_server.py* | tools/evaluate.py* | \\
     tools/convert_checkpoint.py* | examples/use/generate_with_transformers.py* | \\
-    tools/preprocess_data.py*HFTokenizer* | tasks/main.py* | --* | pretrain_gpt.py*)
+    tools/preprocess_data.py*my-llama* | tasks/main.py* | --* | pretrain_gpt.py*)
         printf '%s\\n' {program} "$@" end >> {log} ;;
     tools/text_generation_cli.py*)
         exec {python} "$1" 127.0.0.1:{port} ;;
