@@ -1,11 +1,13 @@
 """Writes the generated pages: flags.md, support_matrix.md, deepspeed_keys.md and changes.md of
 docs/reference, verified.md and the import diagram of architecture.md of docs/development, the
-example of docs/running/planning.md with its picture, and the figures of examples/recipes."""
+families of docs/training/model.md, the example of docs/running/planning.md with its picture, and
+the figures of examples/recipes."""
 
 from tests import import_graph
 from tests.pages import (
     changes,
     deepspeed_keys,
+    families,
     flags,
     plan_example,
     recipes,
@@ -19,6 +21,7 @@ PAGES = (
     deepspeed_keys,
     changes,
     import_graph,
+    families,
     plan_example,
     recipes,
     verified,

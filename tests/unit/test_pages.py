@@ -14,6 +14,7 @@ from tests import import_graph
 from tests.pages import (
     changes,
     deepspeed_keys,
+    families,
     flags,
     plan_example,
     recipes,
@@ -27,6 +28,7 @@ PAGES = [
     deepspeed_keys,
     changes,
     import_graph,
+    families,
     plan_example,
     recipes,
     verified,
