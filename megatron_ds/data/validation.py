@@ -263,8 +263,8 @@ def data_warnings(
     bos: int | None = None,
     seq_length: int = 0,
 ) -> Iterator[Problem]:
-    """Warns about splits without text, or with less than a sample, missing begin tokens, and flags
-    that need end tokens.
+    """Warns about splits without text, training data of less than a sample, missing begin tokens,
+    and flags that need end tokens.
 
     Args:
         files: The data flags and their files, for which `data_problems` has found no problems.
@@ -281,10 +281,10 @@ def data_warnings(
             text = group.sources[0].documents.text
             named = join_limited(empty, MAX_NAMED_FILES)
             yield Problem("split-not-evaluated", text=text, split=group.split, named=named)
-        for source in group.sources if needed[group.split] else ():
+        for source in group.sources if group.split == "train" else ():
             if 0 < (tokens := _tokens_up_to(files, source, seq_length)) < seq_length:
-                values = {"split": group.split, "prefix": source.prefix, "seq_length": seq_length}
-                yield Problem("data-shorter-than-sample", "seq_length", tokens=tokens, **values)
+                values = {"prefix": source.prefix, "seq_length": seq_length}
+                yield Problem("data-shorter-than-sample", tokens=tokens, **values)
     without_bos = [] if bos is None else [one for one in files.prefixes if _lacks(files, one, bos)]
     if without_bos:
         named = join_limited(without_bos, MAX_NAMED_FILES)

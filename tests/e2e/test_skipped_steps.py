@@ -103,3 +103,14 @@ def test_a_run_that_skips_every_step_exits_with_an_error(
     assert "on rank 0" in result.output
     assert [record["skipped"] for record in records(tmp_path)] == [True, True, True]
     assert sorted(path.name for path in tmp_path.glob("global_step*")) == ["global_step2"]
+
+
+def test_a_run_whose_last_steps_were_skipped_has_a_status_of_its_own(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """It is not ended before, because fewer steps are skipped in a row than the limit."""
+    static = {**base, **FP16, "loss_scale": 2**40, "train_iters": 3, "save": tmp_path}
+    result = launcher.start({**static, "max_consecutive_skipped_steps": 0}).wait()
+    assert result.codes == (ExitCode.SKIPPED_STEPS,)
+    assert result.output.count("[all-steps-skipped]") == 1
+    assert [record["skipped"] for record in records(tmp_path)] == [True, True, True]

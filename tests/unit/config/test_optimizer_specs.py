@@ -99,3 +99,14 @@ def test_a_variant_differs_from_its_optimizer() -> None:
             changed = {name for name, value in vars(second).items() if value != vars(first)[name]}
             assert changed > {"saved_name", "switch"}
         assert dataclasses.replace(second) == second
+
+
+@by_name
+def test_a_rate_above_one_is_warned_about_where_steps_are_bounded(spec: OptimizerSpec) -> None:
+    """Most likely a forgotten minus: 3e4 for 3e-4."""
+    codes = {
+        rate: [one.code for one in dataclasses.replace(options_of(spec), lr=rate).warnings()]
+        for rate in (3e-4, 1.0, 3e4)
+    }
+    warned = ["learning-rate-above-one"] * spec.has_bounded_steps
+    assert codes == {3e-4: [], 1.0: [], 3e4: warned}

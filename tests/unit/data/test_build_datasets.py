@@ -111,6 +111,21 @@ def test_files_whose_documents_do_not_begin_with_the_begin_token_are_named(tmp_p
     assert list(data_warnings(files, (9, 0, 0), None, None)) == []
 
 
+@pytest.mark.parametrize(
+    ("lengths", "seq_length", "is_short"),
+    [([1], 256, True), ([0, 0, 3], 4, True), ([2, 0, 2], 4, False), ([1] * 9, 4, False)],
+)
+def test_training_data_of_less_than_a_sample_is_named(
+    lengths: list[int], seq_length: int, is_short: bool, tmp_path: Path
+) -> None:
+    path = write_pair(tmp_path / "p", [[1] * length for length in lengths])
+    long = write_pair(tmp_path / "q", [[1] * seq_length])
+    files = DataFiles(DataConfig(train_data_path=(path, long), valid_data_path=(path,)))
+    warnings = list(data_warnings(files, (256, 9, 0), None, None, seq_length))
+    assert codes(warnings) == ["data-shorter-than-sample"] * is_short
+    assert all(f"{path} " in str(warning) for warning in warnings)
+
+
 @pytest.mark.parametrize("rounding", ["megatron-deepspeed", "megatron-core"])
 @pytest.mark.parametrize(
     ("split", "evaluated"), [(None, "valid"), ("949,1,50", "test"), ("999,0,1", "")]

@@ -17,6 +17,7 @@ from megatron_ds.engine.ds_config import command as ds_config
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
 from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
+from tests.problems import printed_codes
 from tests.tables import tables
 
 TABLES = tables(__file__)
@@ -143,6 +144,19 @@ def test_keys_are_explained_without_a_run(capsys: pytest.CaptureFixture[str]) ->
     assert len(json.loads(capsys.readouterr().out)) == 6
     assert ds_config.main(["explain", "gradient_cliping"]) == 2
     assert "did you mean 'gradient_clipping'" in capsys.readouterr().err
+
+
+def test_a_misspelt_key_with_a_near_name_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the run would train with another stage and batch than the file names."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimisation": {"stage": 3},\n"train_micro_batchsize_per_gpu": 2}')
+    assert ds_config.main(["validate", str(path)]) == 2
+    assert printed_codes(capsys.readouterr().err) == ["ds-key-unknown", "ds-key-unknown"]
+    path.write_text('{"my_own_note": 1}')
+    assert ds_config.main(["validate", str(path)]) == 0
+    assert printed_codes(capsys.readouterr().err) == ["ds-key-dropped"]
 
 
 def test_validation_reports_all_problems_with_their_lines(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -282,6 +283,12 @@ def test_an_evaluation_is_logged_after_the_steps_before_it() -> None:
     step, evaluation = run.logger.seen
     assert isinstance(step, StepRecord)
     assert evaluation == EvalRecord(1, 4, 32, "test", "the end", 2.5)
+
+
+@pytest.mark.parametrize(("loss", "ppl"), [(2.0, math.exp(2)), (30.0, math.exp(20))])
+def test_perplexity_is_limited_and_nan_for_a_loss_of_nan(loss: float, ppl: float) -> None:
+    assert EvalRecord(1, 4, 32, "test", "the end", loss).ppl == pytest.approx(ppl)
+    assert math.isnan(EvalRecord(1, 4, 32, "test", "the end", math.nan).ppl)
 
 
 def test_the_parameter_norm_is_computed_once_per_interval() -> None:
