@@ -56,6 +56,7 @@ PROGRAMS = {
     "inspect-dataset": Program(
         "tools/inspect_dataset.py", "megatron_ds.data.token_files.inspect_pair"
     ),
+    "ladder": Program("tools/ladder.py", "megatron_ds.ladder.command"),
     "make-corpus": Program("tools/make_corpus.py", "megatron_ds.demo.corpus"),
     "merge-checkpoints": Program(
         "tools/merge_checkpoints.py", "megatron_ds.loading.programs.merge"

@@ -23,6 +23,7 @@ from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
 from megatron_ds.loading.plan import model_options
 from megatron_ds.planning import plan_report
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
+from megatron_ds.planning.ladder_cost import ladder_cost
 from megatron_ds.planning.plan import Plan
 from megatron_ds.planning.settings import (
     Completed,
@@ -187,7 +188,11 @@ class PlannedRun:
     def values(self) -> dict[str, Any]:
         """Plain values; see `Plan` for the units."""
         values = plan_report.as_json(self.plan, self.tokens, self.layouts or (), self.assumed)
-        return values | {"stages": self.stages.values()}
+        ladder = ladder_cost(self.plan, self.tokens)
+        return values | {
+            "stages": self.stages.values(),
+            "ladder": None if ladder is None else ladder.values(),
+        }
 
 
 def plan_values(options: Options, training: Sequence[str]) -> dict[str, Any]:
@@ -230,6 +235,7 @@ def _work(options: Options, training: Sequence[str]) -> None:
         print(json.dumps(run.values(), indent=1))
     else:
         shown = plan_report.text(run.plan, run.tokens, run.layouts, run.assumed)
-        print(run.stages.text() + shown, end="")
+        ladder = ladder_cost(run.plan, run.tokens)
+        print(run.stages.text() + shown + ("" if ladder is None else ladder.text()), end="")
     if options.plot is not None:
         plan_report.draw_memory(run.plan, Path(options.plot))

@@ -60,6 +60,7 @@ class Chart:
     Attributes:
         name: Name of its file.
         unit: Unit of the horizontal axis: "" for a number, "s" for seconds.
+        is_logarithmic: Whether both axes are logarithmic.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Chart:
     marks: tuple[Mark, ...] = ()
     unit: str = ""
     baselines: Mapping[str, float] = field(default_factory=dict)
+    is_logarithmic: bool = False
 
     def description(self) -> str:
         """The chart in a few words, for those who cannot see it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FormatStrFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 
 from megatron_ds.reports.charts import Chart, Line
@@ -126,6 +126,9 @@ def _format(axes: Any, chart: Chart) -> None:
     """Numbers with prefixes of units, integer iterations, and a grid."""
     axes.grid(alpha=0.6)
     axes.margins(x=0.03)
+    if chart.is_logarithmic:
+        _scale_logarithmically(axes)
+        return
     largest_x = max((abs(line.x).max() for line in chart.lines if len(line.x)), default=0)
     largest_y = max((abs(line.y).max() for line in chart.lines if len(line.y)), default=0)
     if chart.unit != "s":
@@ -138,6 +141,15 @@ def _format(axes: Any, chart: Chart) -> None:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     if chart.name in FROM_ZERO:
         axes.set_ylim(0, 1.1 * largest_y or 1)
+
+
+def _scale_logarithmically(axes: Any) -> None:
+    """Logarithmic axes, of which the vertical one has a few plain numbers."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%.3g"))
 
 
 def svg(chart: Chart) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
@@ -41,16 +42,9 @@ def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) 
     """
     different = settings_table(runs, only_different=True) if len(runs) > 1 else None
     tables = (scaling_table(runs), different, events_table(runs))
-    templates = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=templates, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    for function in (are_numbers, legend, svg, variables):
-        environment.globals[function.__name__] = function
-    return environment.get_template("page.html").render(
+    return render(
+        "page.html",
         runs=list(runs),
-        light=COLORS,
-        dark=DARK,
         about=about_table(runs),
         figures=figures_table(runs, peak_tflops),
         losses=[chart for chart in charts if chart.name.startswith("loss-")],
@@ -58,6 +52,23 @@ def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) 
         tables=[table for table in tables if table is not None],
         settings=settings_table(runs, only_different=False),
     )
+
+
+def render(template: str, folder: Path | None = None, **values: Any) -> str:
+    """A page of a template, in the form of the reports.
+
+    Args:
+        template: Name of its file.
+        folder: Folder of the file. None: of the reports'.
+        values: Its values; `losses` has the charts of which one is shown at a time.
+    """
+    folders = [Path(__file__).parent, *(() if folder is None else (folder,))]
+    environment = Environment(
+        loader=FileSystemLoader(folders), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    for function in (are_numbers, legend, svg, variables):
+        environment.globals[function.__name__] = function
+    return environment.get_template(template).render(light=COLORS, dark=DARK, **values)
 
 
 def variables(colors: Sequence[str]) -> str:

@@ -94,6 +94,7 @@ CRASHES = (
     "tests/e2e/test_signals.py",
 )
 BENCHMARKS = ("tests/e2e/test_benchmarks.py", "tests/e2e/test_gpu_programs.py")
+LADDER = ("tests/e2e/test_ladder.py",)
 
 
 def summary(cases: Sequence[Case]) -> Record:
@@ -179,9 +180,15 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     ),
     "crashes": ("kills, signals and full disks during saves", Tests(CRASHES).run),
     "benchmarks": ("benchmarks and programs for GPUs, at tiny sizes", Tests(BENCHMARKS).run),
+    "ladder": (
+        "[a real ladder](../training/ladder.md#how-well-it-works) and the size that it predicts",
+        Tests(LADDER, workers=False).run,
+    ),
     "e2e": (
         "all other command lines",
-        Tests(("tests/e2e", "tests/commands"), without=(*CRASHES, *BENCHMARKS)).run,
+        Tests(
+            ("tests/e2e", "tests/commands"), without=(*CRASHES, *BENCHMARKS, *LADDER)
+        ).run,
     ),
     "cluster": ("two nodes", Tests(("tests/cluster",), workers=False).run),
     "lowering": (

@@ -70,7 +70,12 @@ class RayCluster:
         ray.shutdown()  # ends what still runs
 
     def run(
-        self, commands: Mapping[str, Sequence[str]], cores: int, log: Callable[[str], None]
+        self,
+        commands: Mapping[str, Sequence[str]],
+        cores: int,
+        log: Callable[[str], None],
+        *,
+        noun: str = "shards",
     ) -> None:
         """Run commands of Python in the current folder, until all have succeeded.
 
@@ -78,6 +83,7 @@ class RayCluster:
             commands: Script and arguments, by name.
             cores: CPUs that a command occupies.
             log: Takes messages.
+            noun: What the commands make, for messages.
 
         Raises:
             UserError: If a command ends with an error, with its message, or is killed again and
@@ -117,7 +123,7 @@ class RayCluster:
                 if code:
                     shown = errors[-SHOWN_CHARACTERS:].strip()
                     raise user_error("ray-task-failed", name=name, status=code, errors=shown)
-                log(f"{len(commands) - len(pending)} of {len(commands)} shards are complete")
+                log(f"{len(commands) - len(pending)} of {len(commands)} {noun} are complete")
 
 
 def _cores() -> list[int]:
