@@ -5,7 +5,8 @@
 Needs torch's build for CUDA, no driver. Inductor is told of a device that is not there, and given
 tensors without values; its Triton kernels are compiled with all the configurations that it would
 try. Prints a JSON object: by function, forward and backward, the number of kernels, and the largest
-numbers of registers and spilled bytes of any of their configurations.
+numbers of registers and spilled bytes of any of their configurations, and the calls of libraries
+and collectives.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
@@ -41,9 +43,11 @@ from torch._inductor.runtime import triton_helpers
 from torch._inductor.virtualized import V
 from torch._prims import TensorMeta
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import traceable_collective_remaps
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
 
@@ -225,11 +229,13 @@ class Lowering:
         kernels = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", text, re.DOTALL)
         used = [pair for kernel in kernels for pair in self._compile(*kernel)]
         calls = re.findall(r"(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.\w]*\(", text)
+        collectives = re.findall(r"torch\.ops\._c10d_functional\.(\w+)[.\w]*\(", text)
         return {
             "kernels": len(kernels),
             "registers": max((registers for registers, _ in used), default=0),
             "spilled bytes": max((spilled for _, spilled in used), default=0),
             "calls of libraries": dict(sorted(Counter(calls).items())),
+            "collectives": dict(sorted(Counter(collectives).items())),
         }
 
     def _compile(self, name: str, source: str) -> Iterator[tuple[int, int]]:
@@ -271,8 +277,30 @@ class CuDNN:
         return attended
 
 
-def build_block(config: ModelConfig) -> Block:
-    mesh = Mesh.single()
+class Part(nn.Module):
+    """A segment of a layer that is a graph of its own."""
+
+    def __init__(self, block: Block, name: str) -> None:
+        super().__init__()
+        self.block = block
+        self._name = name
+
+    def forward(self, *inputs: Any) -> Any:
+        return getattr(self.block, self._name)(*inputs)
+
+
+@contextmanager
+def traced_collectives() -> Iterator[None]:
+    """Collectives are operations of the graph, as torch.compile makes them."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.compiler.is_compiling", return_value=True))
+        for eager, traced in traceable_collective_remaps.items():
+            if getattr(dist, eager.__name__, None) is eager:
+                stack.enter_context(mock.patch.object(dist, eager.__name__, traced))
+        yield
+
+
+def build_block(config: ModelConfig, mesh: Mesh) -> Block:
     init = Initializer(None)
     return Block(
         config,
@@ -285,10 +313,40 @@ def build_block(config: ModelConfig) -> Block:
     )
 
 
-def lower_all(lowering: Lowering, blocks: dict[str, Block]) -> None:
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
-        return torch.empty(shape, dtype=dtype, requires_grad=grad)
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=grad)
 
+
+def lower_segments(
+    lowering: Lowering, name: str, config: ModelConfig, block: Block, table: tuple[Tensor, ...]
+) -> None:
+    """Lower the graphs before and after the attention core of ranks that share sequences."""
+    weights = {f"block.{key}": empty(*each.shape) for key, each in block.named_parameters()}
+    stream = S, B, config.hidden_size
+
+    def run(label: str, segment: str, *inputs: Tensor) -> None:
+        part = Part(block, segment)
+        keys = tuple(weights)
+
+        def function(*flat: Tensor) -> Any:
+            values = dict(zip(keys, flat, strict=False))
+            others = flat[len(keys) :]
+            if segment == "_before":
+                x, *tables = others
+                outputs = torch.func.functional_call(
+                    part, values, (x, Rotation(*tables) if tables else None)
+                )
+                return tuple(output for output in outputs if output is not None)
+            return torch.func.functional_call(part, values, (*others, None, None))
+
+        lowering.run(f"{name}: {label} attention", function, *weights.values(), *inputs)
+
+    run("before", "_before", empty(*stream), *table)
+    heads = config.num_attention_heads
+    run("after", "_after", empty(*stream), empty(B, heads, S, config.head_dim))
+
+
+def lower_all(lowering: Lowering, blocks: dict[str, Block], sharded: dict[str, Block]) -> None:
     for config, name in ((GPT2, "124M"), (LLAMA, "Llama-like 1B")):
         block = blocks[name]
         vocab = config.padded_vocab(1)
@@ -318,21 +376,37 @@ def lower_all(lowering: Lowering, blocks: dict[str, Block]) -> None:
             x: Tensor, *rest: Tensor, block: Block = block, names: Any = tuple(weights)
         ) -> Any:
             values = dict(zip(names, rest, strict=False))
-            context = AttentionContext(rest[len(names) :] or None, CuDNN())
+            tables = rest[len(names) :]
+            context = AttentionContext(Rotation(*tables) if tables else None, CuDNN())
             return torch.func.functional_call(block, values, (x, context))
 
         lowering.run(f"{name}: layer", layer, empty(*stream), *weights.values(), *table)
+        lower_segments(lowering, name, config, block, table)
+        weights = {key: empty(*each.shape) for key, each in sharded[name].named_parameters()}
+        with traced_collectives():
+            lowering.run(
+                f"{name}: layer of 2 tensor-parallel ranks",
+                functools.partial(layer, block=sharded[name]),
+                empty(*stream),
+                *weights.values(),
+                *table,
+            )
 
 
 def main() -> None:
-    blocks = {"124M": build_block(GPT2), "Llama-like 1B": build_block(LLAMA)}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    configs = {"124M": GPT2, "Llama-like 1B": LLAMA}
+    single = Mesh.single()
+    blocks = {name: build_block(config, single) for name, config in configs.items()}
+    mesh = Mesh.build(2)
+    sharded = {name: build_block(config, mesh) for name, config in configs.items()}
     with ExitStack() as stack:
         pretend(stack)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(V.set_fake_mode(mode))
         lowering = Lowering(mode, folder)
-        lower_all(lowering, blocks)
+        lower_all(lowering, blocks, sharded)
     print(json.dumps(lowering.results, indent=1))
 
 

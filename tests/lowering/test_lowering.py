@@ -4,7 +4,9 @@
 kernels; `python -m tests.lowering.test_lowering` writes it again.
 
 Claim (precision): compiled for an H100, the elementwise functions and the loss are one kernel each,
-a layer calls libraries for attention and matrix products only, and no kernel spills registers
+a layer calls libraries for attention and matrix products only, tensor-parallel ranks and the graphs
+around attention of ranks that share sequences need no further kernels, but one where a graph begins
+again, and no kernel spills registers
 """
 
 from __future__ import annotations
@@ -60,7 +62,11 @@ def test_no_kernel_spills_registers(lowered: Kernels) -> None:
 
 
 def test_an_elementwise_function_is_one_kernel(lowered: Kernels) -> None:
-    functions = {name: used for name, used in lowered.items() if "layer" not in name}
+    functions = {
+        name: used
+        for name, used in lowered.items()
+        if "layer" not in name and "attention" not in name
+    }
     assert len(functions) > 12
     assert {(used["kernels"], len(used["calls of libraries"])) for used in functions.values()} == {
         (1, 0)
@@ -76,6 +82,34 @@ def test_a_layer_calls_attention_and_products_of_libraries(lowered: Kernels) -> 
             calls = lowered[f"{name}, {direction}"]["calls of libraries"]
             assert sum(calls.values()) == products + 1
             assert sum(number for call, number in calls.items() if "attention" in call) == 1
+
+
+MODELS = ("124M", "Llama-like 1B")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_tensor_parallel_layer_has_the_same_kernels_and_two_sums(
+    model: str, direction: str, lowered: Kernels
+) -> None:
+    alone = lowered[f"{model}: layer, {direction}"]
+    sharded = lowered[f"{model}: layer of 2 tensor-parallel ranks, {direction}"]
+    assert sharded["kernels"] == alone["kernels"]
+    assert sum(sharded["calls of libraries"].values()) == sum(alone["calls of libraries"].values())
+    assert alone["collectives"] == {}
+    assert sharded["collectives"] == {"all_reduce_": 2, "wait_tensor": 2}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_graphs_around_attention_have_one_kernel_more_than_the_layer_at_most(
+    model: str, direction: str, lowered: Kernels
+) -> None:
+    layer = lowered[f"{model}: layer, {direction}"]
+    parts = [lowered[f"{model}: {where} attention, {direction}"] for where in ("before", "after")]
+    assert sum(part["kernels"] for part in parts) <= layer["kernels"] + 1
+    products = sum(sum(part["calls of libraries"].values()) for part in parts)
+    assert products == sum(layer["calls of libraries"].values()) - 1
 
 
 def test_kernels_are_those_of_the_golden_file(lowered: Kernels) -> None:
