@@ -70,9 +70,21 @@ def with_samples(source: SourceCheckpoint, config: Config, world_size: int) -> S
     if run is None or run.settings is None or run.consumed_samples is not None:
         return source
     dp_size = config.parallel.data_parallel_size(world_size)
-    consumed = run.iteration * config.final_global_batch_size(dp_size)
+    consumed = _samples_of(config, run.iteration, dp_size)
     run = dataclasses.replace(run, consumed_samples=consumed)
     return dataclasses.replace(source, run=run)
+
+
+def _samples_of(config: Config, steps: int, dp_size: int) -> int:
+    """Samples of the first steps of a run with these batch sizes."""
+    schedule = config.schedule
+    if not (schedule.rampup_batch_size or schedule.batch_size_steps):
+        return steps * config.final_global_batch_size(dp_size)
+    samples = 0
+    for _ in range(steps):
+        tokens = samples * config.model.seq_length
+        samples += schedules.batch_size_at(config, samples, tokens, dp_size)
+    return samples
 
 
 def step_conflicts(source: SourceCheckpoint, config: Config, dp_size: int) -> Iterator[Problem]:

@@ -289,9 +289,7 @@ def _why_weights_alone(source: SourceCheckpoint, config: Config) -> str | None:
         return source.unread
     if config.optimizer.spec is not ADAM and not is_without:
         return "its optimizer states are those of Adam"
-    schedule = config.schedule
-    is_ramped = bool(schedule.rampup_batch_size or schedule.batch_size_steps)
-    is_counted = run.consumed_samples is not None or (run.settings is not None and not is_ramped)
+    is_counted = run.consumed_samples is not None or run.settings is not None
     if not is_counted or (run.steps is None and not is_without):
         return "it does not contain the number of samples that were read, or of steps"
     return None

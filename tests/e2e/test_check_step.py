@@ -58,7 +58,7 @@ def check(launcher: Launcher) -> Check:
             return 0
 
         trust = Trust(files=True)
-        paths = [run / f"global_step{iteration}" for iteration in (first, second)]
+        paths = [str(run / f"global_step{iteration}") for iteration in (first, second)]
         with open_pair(*paths, Config(), trust, ignore) as pair:
             return check_step(pair, replay, lines.append, trust=trust, tolerance=None), lines
 

@@ -108,7 +108,9 @@ def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
             async_bookkeeping=False,
             callbacks={
                 "checkpointer": CheckpointerCallback(
-                    save_interval=1 if with_mistakes else 3, save_async=False
+                    save_interval=1 if with_mistakes else 3,
+                    save_async=False,
+                    max_checkpoints=None,
                 ),
                 "config_saver": ConfigSaverCallback(),
                 "recorder": Recorder(),

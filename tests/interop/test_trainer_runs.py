@@ -16,8 +16,9 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.validation import DataFiles
 from tests.e2e.conftest import VOCAB, write_corpus
-from tests.e2e.runs import Launcher, Settings, steps
+from tests.e2e.runs import Launcher, Settings, steps, to_flags
 from tests.fork_server import REPOSITORY
+from tests.interop.trainer_mistakes import FIRST, LAST, MISTAKES
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
@@ -145,3 +146,62 @@ def test_a_run_goes_on_with_the_losses_of_the_trainer(
         assert [step[name] for step in ours] == pytest.approx(values, abs=TOLERANCE)
     assert "at iteration 3, after 12 samples" in output
     assert "step-data-other" in output
+
+
+EMBEDDING = "embedding.word.weight"
+NAMED = {
+    "decay of norms": ("layers.0.attention_norm.weight", "weight decay", "decays by 0.1 more"),
+    "lost micro-batch": (EMBEDDING, "data", "of 2 micro-batches, 2 did not enter"),
+    "stale moment": ("layers.1.mlp.fc_in.weight", "moments", "exp_avg"),
+    "clipping left out": (EMBEDDING, "clipping", "was not clipped to a norm of 0.1"),
+    "swapped rank": ("layers.0.mlp.fc_out.weight", "rank", "of 2 slices along dimension 1"),
+    "doubled gradient": ("layers.0.attention.proj.weight", "gradient", "is 2 times"),
+    "schedule off by one": (EMBEDDING, "schedule", "that of iteration 14"),
+    "wrong loss mean": (EMBEDDING, "data", "weights of 0.4, 0.6"),
+}
+"""The tensor, the kind, and words of what is found."""
+
+
+@pytest.fixture(scope="module", params=sorted(MODEL))
+def mistaken(
+    request: pytest.FixtureRequest, samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    """A trainer, and the folder of its checkpoints, each of a step with another mistake."""
+    trainer = str(request.param)
+    folder = tmp_path_factory.mktemp(f"mistaken_{trainer}") / "run"
+    train(trainer, samples, folder, LAST, "mistakes")
+    return trainer, folder / CHECKPOINTS[trainer]
+
+
+def check(trainer: str, folder: Path, corpus: Path, first: int, second: int) -> Any:
+    """Runs tools/check_step.py; returns the finished process."""
+    name = "step-{}" if trainer == "torchtitan" else "step{}"
+    locations = [f"{trainer}:{folder / name.format(step)}" for step in (first, second)]
+    settings = settings_of(trainer, folder, corpus)
+    del settings["load"], settings["exit_interval"]
+    words = [*locations, *to_flags(settings), "--trust-recorded-files"]
+    command = [sys.executable, REPOSITORY / "tools" / "check_step.py", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_steps_of_the_trainer_are_equal(mistaken: tuple[str, Path], corpus: Path) -> None:
+    """Claim (logging): steps that torchtitan and OLMo-core computed are computed again by one
+    process, and equal in weights and moments (`make test-interop`)"""
+    result = check(*mistaken, corpus, 3, FIRST - 1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "equal: weights, exp_avg and exp_avg_sq of " in result.stdout
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_the_trainer_is_named(
+    mistake: str, mistaken: tuple[str, Path], corpus: Path
+) -> None:
+    """Claim (logging): of a step of torchtitan or OLMo-core, the first tensor that differs and the
+    kind of mistake are named (`make test-interop`)"""
+    step = FIRST + MISTAKES.index(mistake)
+    result = check(*mistaken, corpus, step - 1, step)
+    name, kind, words = NAMED[mistake]
+    lines = result.stdout.splitlines()
+    assert (result.returncode, lines[1]) == (1, f"not equal: {name}"), result.stderr + result.stdout
+    assert lines[2].startswith(f"    {kind} ("), lines
+    assert words in lines[2], lines

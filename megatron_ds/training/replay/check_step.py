@@ -17,10 +17,13 @@ from typing import Any
 
 from megatron_ds.checkpoint.compatibility import config_of
 from megatron_ds.config import Config, yaml_file
-from megatron_ds.config.problems import Problem, counted, raise_if_any, user_error
+from megatron_ds.config.options.checkpoint import TRAINERS, split_location
+from megatron_ds.config.problems import Problem, counted, ignore, raise_if_any, user_error
 from megatron_ds.conversion.registry import open_source
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
+from megatron_ds.loading.continued_steps import take_over, with_samples
+from megatron_ds.loading.initial_load import merge_model
 from megatron_ds.schedules import learning_rate, plan
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.replay.diagnosis import KINDS, Diagnosis, Finding, Limits, Step
@@ -93,36 +96,47 @@ class Pair:
 
 @contextmanager
 def open_pair(
-    first: Path, second: Path, settings: Config, trust: Trust, warn: Callable[[str], None]
+    first: str, second: str, settings: Config, trust: Trust, warn: Callable[[str], None]
 ) -> Iterator[Pair]:
     """Opens two checkpoints.
 
     Args:
-        first: Folder of a checkpoint.
-        second: Folder of a later one of the same run.
+        first: Location of a checkpoint: a folder, with the name of its format or without.
+        second: Location of a later one of the same run.
         settings: Settings of the command line; those of a checkpoint of this program are its own,
-            which only `trust` replaces.
+            which only `trust` replaces. Of another trainer's, what its files state is taken over.
         trust: Settings that the caller has given.
         warn: Called with each warning.
 
     Raises:
         UserError: If there are no steps between, or one has no states of Adam.
     """
-    options = ReadOptions(warn=warn, optimizer=True)
-    source = open_source(first, options=options)
+    model = dataclasses.asdict(settings.model)
+    options = ReadOptions(warn=warn, optimizer=True, model=model, given=settings.given)
+    source = _open(first, options)
     try:
-        later = open_source(second, options=options)
+        later = _open(second, options)
         try:
             raise_if_any(_pair_problems(source, later))
             config = settings
             if source.native is not None:
                 recorded = config_of(source.native.run.config)
                 config = recorded.with_values(trust.changes)
+            elif source.format in TRAINERS:
+                config, problems = merge_model(settings, source.settings, source.path, ignore)
+                raise_if_any(problems)
+                config = take_over(config, source, ignore)
+                source = with_samples(source, config, 1)
             yield Pair(source, later, config)
         finally:
             later.release()
     finally:
         source.release()
+
+
+def _open(location: str, options: ReadOptions) -> SourceCheckpoint:
+    name, folder = split_location(location)
+    return open_source(Path(folder), name, options)
 
 
 def _pair_problems(first: SourceCheckpoint, second: SourceCheckpoint) -> Iterator[Problem]:
@@ -250,15 +264,17 @@ class _Computed:
         pair = self._pair
         schedule = pair.config.schedule
         size = plan(pair.config, pair.state, 1).global_batch_size
-        count = size // schedule.micro_batch_size
+        micro_batch = schedule.micro_batch_size
+        count = size // micro_batch
         if pair.steps != 1 or count < 2:
             return []
         values: dict[str, Any] = {
             "save_interval": 1,
             "exit_interval": pair.start + count,
-            "global_batch_size": schedule.micro_batch_size,
+            "global_batch_size": micro_batch,
             "rampup_batch_size": None,
             "step_batch_size_schedule": None,
+            "param_group": None,
             "lr": NO_RATE,
             "min_lr": 0.0,
             "decoupled_lr": None,
@@ -266,13 +282,32 @@ class _Computed:
             "clip_grad": 0.0,
             "adam_beta1": 0.0,
         }
-        if schedule.train_iters is not None:  # as many samples, and therefore the same order
-            values["train_iters"] = schedule.train_iters * count
+        values |= self._micro_batch_lengths(size, count)
         folder = self._run("micro_batches", values)
         return [
             _states_at(folder, iteration, pair.rows).exp_avg
             for iteration in range(pair.start + 1, pair.start + count + 1)
         ]
+
+    def _micro_batch_lengths(self, size: int, count: int) -> dict[str, Any]:
+        """Lengths of a run of micro-batches, of as many samples and therefore the same order.
+
+        Args:
+            size: Samples of a step.
+            count: Micro-batches of a step.
+        """
+        pair = self._pair
+        iterations = pair.config.schedule.train_iters
+        if pair.first.format not in TRAINERS:
+            return {} if iterations is None else {"train_iters": iterations * count}
+        # The samples of the trainer's steps are known by their batch size.
+        steps = f"{pair.state.consumed_tokens}:{pair.config.schedule.micro_batch_size}"
+        values: dict[str, Any] = {"step_batch_size_schedule": (f"0:{size}", steps)}
+        if iterations is not None:
+            values |= {"train_iters": None, "train_samples": iterations * size}
+            values |= {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_decay_iters": None}
+            values |= {"lr_decay_points": None, "lr_wsd_decay_iters": None}
+        return values
 
     def _run(self, name: str, values: Mapping[str, Any]) -> Path:
         """Continues the first checkpoint with these settings; returns the folder of the run.
@@ -282,10 +317,15 @@ class _Computed:
         """
         folder = self._folder / name
         folder.mkdir()
-        path = self._pair.first.path
-        loaded = {"load": str(path.parent), "ckpt_step": self._pair.start, "save": str(folder)}
+        first = self._pair.first
+        run = first.path.parent
+        loaded: dict[str, Any] = {"load": str(run), "ckpt_step": self._pair.start}
+        if first.format in TRAINERS:
+            run = first.path
+            loaded = {"load": f"{first.format}:{run}", "override_opt_param_scheduler": True}
+        loaded["save"] = str(folder)
         trust = dataclasses.replace(self._trust, changes={**self._trust.changes, **values})
-        config = one_process(self._pair.config, {**loaded, **values}, path.parent, folder, trust)
+        config = one_process(self._pair.config, {**loaded, **values}, run, folder, trust)
         file = folder / "settings.yaml"
         file.write_text(yaml_file.dump(config), encoding="utf-8")
         status = self._replay(["--config", str(file)])

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_ds.config import GROUP_OF_FIELD, Config, fields_that_only_decide
 from megatron_ds.config.fields import Decides
+from megatron_ds.config.options.checkpoint import split_location
 from megatron_ds.engine.ds_config.fields import field_value
 from megatron_ds.launch.ranks.rank_variables import RANK_VARIABLES
 from megatron_ds.programs import start_words
@@ -93,7 +94,8 @@ def one_process(
     dropped -= vars(before.data).keys()  # where token files are cached is `restricted` below
     unlike = {name: field_value(default, name) for name in dropped}
     config = before.with_values({**unlike, **replaced})
-    known = {*trust.changes, *(("load",) if values.get("load") == str(run) else ())}
+    is_run = split_location(values.get("load", ""))[1] == str(run)
+    known = {*trust.changes, *(("load",) if is_run else ())}
     config = restricted(config, run, folder, replaced=known, is_trusted=trust.files)
     names = {x for x in GROUP_OF_FIELD if field_value(config, x) != field_value(default, x)}
     names -= set() if is_null else {"vocab_size"}

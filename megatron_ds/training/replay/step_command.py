@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.conversion.inspect.options import folder_problems, format_and_folder
+from megatron_ds.conversion.inspect.options import folder_problems
 from megatron_ds.launch.output import print_error
 from megatron_ds.training.replay.one_process import start_replay, trust_of
 
@@ -36,7 +37,7 @@ class Options:
     PEERS: ClassVar[str] = "pretrain_gpt"
 
     first: str = option_field("", metavar="FIRST", positional=True, required=True)
-    """Folder of the checkpoint before the steps."""
+    """Folder of the checkpoint before the steps; torchtitan:FOLDER names its format."""
     second: str = option_field("", metavar="SECOND", positional=True, required=True)
     """Folder of the checkpoint after them."""
     tolerance: float | None = option_field(None, above=0)
@@ -63,9 +64,9 @@ def work(options: Options) -> int:
 
     trust = trust_of(options)
     replay = partial(start_replay, options.script, options.show_logs)
-    first, second = (format_and_folder(text)[1] for text in (options.first, options.second))
+    settings = dataclasses.replace(options.training, given=options.given)
     try:
-        with open_pair(first, second, options.training, trust, print_error) as pair:
+        with open_pair(options.first, options.second, settings, trust, print_error) as pair:
             return check_step(pair, replay, print, trust=trust, tolerance=options.tolerance)
     except UserError as error:  # with another status than a difference
         fail(error.problems, table_of(Options))
