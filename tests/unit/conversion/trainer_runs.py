@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
-from megatron_ds.conversion.source import SourceCheckpoint
+from megatron_ds.conversion.source import SourceCheckpoint, declared_weights
 from megatron_ds.conversion.trainers import olmo_core, torchtitan
 from megatron_ds.conversion.trainers.layout import TrainerNames, layout_of, their_tensors
 from megatron_ds.conversion.trainers.write_distributed import model_of
@@ -40,10 +40,14 @@ def group_of(name: str, lr: float, **changes: Any) -> State:
 def states_of(source: SourceCheckpoint, names: TrainerNames) -> dict[str, dict[str, Tensor]]:
     """A trainer's weights and moments by kind, "" for weights, and name."""
     layout = layout_of(source.settings, names)
+    declared = declared_weights(source.settings.model, source.settings.moe)
     weights = {**source.tensors, **source.optimizer.get(MASTER, {})}
     tables = {"": weights, **{key: source.optimizer[key] for key in MOMENTS}}
     return {
-        key: {name: reader.read().clone() for name, reader in their_tensors(layout, table).items()}
+        key: {
+            name: reader.read().clone()
+            for name, reader in their_tensors(layout, table, declared).items()
+        }
         for key, table in tables.items()
     }
 
