@@ -43,7 +43,7 @@ BASIC = {"zero", "tp", "pp", "cp", "sp"}
 """Axes of whose values `make test` has all pairs, besides every value of every axis."""
 SIZES = ("tp", "cp", "sp", "pp")
 """Axes whose sizes multiply to the ranks of a replica."""
-ADDED_LATER = [("optimizer", name) for name in VALUES["optimizer"][4:]]
+ADDED_LATER = [*(("optimizer", name) for name in VALUES["optimizer"][4:]), ("model", "mup")]
 """Values, each of whose pairs leave the runs of the values before it as they are."""
 NOT_COMPARABLE = (
     # Each rank of a shared sequence draws the masks of its own part: not those of one process.
