@@ -71,7 +71,7 @@ def _law_chart(results: Results, result: Fit) -> Chart:
         Line("", 0, x, high, "ideal"),
         Line("law", 0, x, middle),
         Line("runs", 0, values_of(BY_OPERATIONS, runs)[:, 0], measured, "dots"),
-        Line("predicted", 1, np.array([target.operations]), predicted, "stars"),
+        Line("predicted", 1, np.array([target.operations]), predicted, "dots"),
     )
     label = f"loss ({UNIT})"
     return Chart("law", "Loss by operations", "operations", label, lines, is_logarithmic=True)

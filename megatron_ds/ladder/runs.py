@@ -184,7 +184,8 @@ def _in_this_process(ladder: LadderRecord, run: RunEntry, words: Sequence[str], 
 def _in_other_processes(
     ladder: LadderRecord, run: RunEntry, words: Sequence[str], bars: _Bars
 ) -> int:
-    command = [sys.executable, "-m", "megatron_ds", "train", "--num-gpus", str(ladder.ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [sys.executable, *launcher, str(ladder.ranks), *start_words("train")]
     reader = RunReader(ladder.save_of(run))
     with (ladder.save_of(run) / OUTPUT).open("a", encoding="utf-8") as file:
         process = subprocess.Popen([*command, *words], stdout=file, stderr=file)
