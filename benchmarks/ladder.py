@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -61,6 +62,8 @@ split: 95,5,0
 """
 MARKS = ("<!-- begin: measured -->\n", "<!-- end: measured -->\n")
 """Lines of the page between which the program writes."""
+WIDTH = 118
+"""Characters of a line of the page, besides tables."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -190,7 +193,7 @@ def write_page(path: Path, lines: list[str]) -> None:
     """Writes lines between the marks of a page."""
     before, _, rest = path.read_text(encoding="utf-8").partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    text = "\n".join(lines)
+    text = "\n".join(line if line[:1] == "|" else fill(line, WIDTH) for line in lines)
     path.write_text(f"{before}{MARKS[0]}{text}\n{MARKS[1]}{after}", encoding="utf-8")
 
 
