@@ -9,7 +9,7 @@ import dataclasses
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -245,6 +245,8 @@ class WriteOptions:
     quantization: str | None = None
     """Type of the quantized matrices of a gguf target, q8_0. None: the type of the weights."""
     shard_bytes: int = SHARD_BYTES
+    engines: Sequence[str] = ()
+    """Inference engines of engines/facts.toml that load an hf target; empty: none is named."""
     warn: Callable[[str], None] = ignore
     """Called with each warning."""
 

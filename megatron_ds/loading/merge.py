@@ -21,6 +21,7 @@ from megatron_ds.config.problems import Problem, raise_if_any
 from megatron_ds.conversion.foreign.recognition import location_problems
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.loading.locations import staged_location
+from megatron_ds.loading.programs.convert_options import ENGINES_HELP, engine_problems, names_of
 from megatron_ds.schedules import DECAY_FACTORS
 
 if TYPE_CHECKING:
@@ -93,6 +94,14 @@ class Options:
         "native", flag="to", choices=("native", "hf"), synonyms={"huggingface": "hf"}
     )
     """Format of --save."""
+    engines: tuple[str, ...] = option_field(
+        (),
+        flag="for",
+        nargs="*",
+        metavar="ENGINE",
+        only_with=when(target_format="hf"),
+        help=ENGINES_HELP,
+    )
     merging: MergeOptions = option_group(
         MergeOptions(),
         flags={
@@ -109,6 +118,7 @@ class Options:
     def problems(self) -> Iterator[Problem]:
         for location in self.load:
             yield from location_problems(location)
+        yield from engine_problems(self.engines, self.target_format)
         if len(self.load) == 1:
             yield Problem("one-checkpoint-to-merge", "load")
 
@@ -124,7 +134,7 @@ class Options:
         from megatron_ds.conversion.registry import write
         from megatron_ds.conversion.source import WriteOptions
 
-        options = WriteOptions(warn=warn)
+        options = WriteOptions(engines=names_of(self.engines), warn=warn)
         write(source, Path(self.save), self.target_format, options, on_tensor)
 
     def open(self, warn: Callable[[str], None]) -> SourceCheckpoint:

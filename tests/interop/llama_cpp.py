@@ -84,6 +84,20 @@ class Runtime:
         count = tokenize(self._vocab, data, len(data), ids, len(ids), True, special)
         return [*ids[: max(count, 0)]]
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, token by token: llama_detokenize removes blanks before punctuation."""
+        integer = ctypes.c_int32
+        piece = self._call(
+            "llama_token_to_piece", integer, ctypes.c_void_p, integer, ctypes.c_char_p, integer,
+            integer, ctypes.c_bool,
+        )  # fmt: skip
+        data = b""
+        for token in ids:
+            buffer = ctypes.create_string_buffer(256)
+            count = piece(self._vocab, token, buffer, len(buffer), 0, True)
+            data += buffer.raw[: max(count, 0)]
+        return data.decode(errors="replace")
+
     def logits(self, ids: list[int]) -> Any:
         """fp32 logits [tokens, vocabulary], with a cache in fp32."""
         raw = bytearray(self._call("llama_context_default_params", Settings)().bytes)

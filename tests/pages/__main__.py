@@ -1,12 +1,13 @@
 """Writes the generated pages: flags.md, support_matrix.md, deepspeed_keys.md and changes.md of
-docs/reference, verified.md and the import diagram of architecture.md of docs/development, the
-families of docs/training/model.md, the example of docs/running/planning.md with its picture, and
-the figures of examples/recipes."""
+docs/reference, verified.md and the import diagram of architecture.md of docs/development,
+engines.md of docs/use, the families of docs/training/model.md, the example of
+docs/running/planning.md with its picture, and the figures of examples/recipes."""
 
 from tests import import_graph
 from tests.pages import (
     changes,
     deepspeed_keys,
+    engines,
     families,
     flags,
     plan_example,
@@ -20,6 +21,7 @@ PAGES = (
     support_matrix,
     deepspeed_keys,
     changes,
+    engines,
     import_graph,
     families,
     plan_example,

@@ -163,6 +163,13 @@ def run_types() -> Record:
     return {**record, "found": score.find(score.parallel_mutants())}
 
 
+def run_engines() -> Record:
+    """Exported models in the inference engines that have wheels for this machine."""
+    from tests.engines import run as engines  # needs torch
+
+    return engines.run_all()
+
+
 SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     "unit": (
         "unit and fuzz tests",
@@ -204,6 +211,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
             environment={"PYTHONPATH": str(INTEROP)},
         ).run,
     ),
+    "engines": ("exported models in [inference engines](../use/engines.md)", run_engines),
     "deepspeed": ("[versions of DeepSpeed](deepspeed_versions.md)", run_versions),
     "museum": ("[errors of other packages](museum/README.md), run with them", museum.run_all),
     "mutants": ("[mutants](testing.md#mutants) that the tests catch", run_mutants),

@@ -14,6 +14,7 @@ from tests import import_graph
 from tests.pages import (
     changes,
     deepspeed_keys,
+    engines,
     families,
     flags,
     plan_example,
@@ -27,6 +28,7 @@ PAGES = [
     support_matrix,
     deepspeed_keys,
     changes,
+    engines,
     import_graph,
     families,
     plan_example,

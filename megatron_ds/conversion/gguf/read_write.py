@@ -43,7 +43,7 @@ from megatron_ds.conversion.gguf.tokens import PREFIX
 from megatron_ds.conversion.gguf.vocabulary import vocabulary_of
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.read_config import settings_of
-from megatron_ds.conversion.huggingface.read_write import canonical_settings
+from megatron_ds.conversion.huggingface.written_config import canonical_settings
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, resolved
 from megatron_ds.conversion.published import with_positions
 from megatron_ds.conversion.source import (

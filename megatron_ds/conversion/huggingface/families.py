@@ -25,12 +25,13 @@ from megatron_ds.conversion.huggingface.config_rows import (
     layer_types,
     number,
 )
-from megatron_ds.conversion.huggingface.rope_parameters import RopeKeys
+from megatron_ds.conversion.huggingface.rope_parameters import ORIGINAL, RopeKeys
 from megatron_ds.conversion.huggingface.rope_rows import (
     LATENT_SIZES,
     ROPE_LAYERS,
     latent_scale,
     rope,
+    write_scaling,
 )
 
 TABLES = read_table(__file__)
@@ -124,6 +125,33 @@ def _windows(types: LayerTypes, size: int = 4096) -> Row:
         return {"sliding_window": model.window, "layer_types": types}
 
     return Row(read, write)
+
+
+def _write_pattern(model: ModelConfig) -> dict[str, Any]:
+    """The interval of the layers without a window, if they have one; `layer_types` decides."""
+    has_window = [window is not None for window in model.windows]
+    every = [*has_window, False].index(False) + 1
+    regular = [bool((layer + 1) % every) for layer in range(model.num_layers)]
+    return {"sliding_window_pattern": every} if has_window == regular else {}
+
+
+def _write_topk(moe: MoEConfig) -> dict[str, Any]:
+    return {"experts_per_token": moe.moe_router_topk}
+
+
+def _write_full_attention(model: ModelConfig) -> dict[str, Any]:
+    layers = model.num_layers
+    return {"sliding_window": None, "max_window_layers": layers, "layer_types": [FULL] * layers}
+
+
+def _write_original_positions(model: ModelConfig) -> dict[str, Any]:
+    scaling = write_scaling(model) or {}
+    return {ORIGINAL: scaling.get(ORIGINAL, model.seq_length)}
+
+
+def _write_initial_positions(model: ModelConfig) -> dict[str, Any]:
+    original = (write_scaling(model) or {}).get(ORIGINAL)
+    return {} if original is None else {"initial_context_length": original}
 
 
 def _read_full_attention(config: ConfigValues) -> dict[str, Any]:
@@ -250,6 +278,9 @@ def _read_epsilon(config: ConfigValues) -> dict[str, Any]:
 
 
 EMBEDDING_DROPOUT = Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
+OLDER_ACTIVATION = choice("hidden_act", "activation", "gelu_pytorch_tanh", ACTIVATIONS["gated"])
+"""Key of the activation in older versions, whose value has no effect now."""
+ROUTER_LOGITS = ignored(is_of_experts=True, output_router_logits=False)
 SCALED_EMBEDDING = Row(_read_scale, lambda model: {})
 BIASES = Row(_read_biases, _write_biases)
 QUERY_SCALE = Row(
@@ -282,24 +313,48 @@ SPECIAL_ROWS = {
     "gptj": (
         Row(_read_rotated, lambda model: {"rotary_dim": model.rotated_size}),
         EMBEDDING_DROPOUT,
+        ignored(rotary=True, scale_attn_weights=True),
     ),
     "falcon": (Row(lambda config: {}, lambda model: {"num_kv_heads": model.kv_heads}),),
     "llama": (BIASES, ignored(pretraining_tp=1)),
     "qwen2": (Row(_read_windows, _write_windows),),
     "qwen3": (Row(_read_windows, _write_windows),),
     "gemma": (SCALED_EMBEDDING,),
-    "gemma2": (SCALED_EMBEDDING, QUERY_SCALE, _windows(TYPES["gemma2"])),
-    "gemma3_text": (SCALED_EMBEDDING, QUERY_SCALE, _windows(TYPES["gemma3_text"])),
+    "gemma2": (
+        SCALED_EMBEDDING,
+        QUERY_SCALE,
+        _windows(TYPES["gemma2"]),
+        Row(lambda config: {}, OLDER_ACTIVATION.write),
+    ),
+    "gemma3_text": (
+        SCALED_EMBEDDING,
+        QUERY_SCALE,
+        _windows(TYPES["gemma3_text"]),
+        Row(lambda config: {}, _write_pattern),
+        ignored(attn_logit_softcapping=None),
+    ),
     "olmo3": (_windows(TYPES["olmo3"]),),
     "granite": (BIASES, LOGITS_SCALE),
     "mistral": (Row(_read_window, lambda model: {"sliding_window": model.window}),),
-    "mixtral": (OPTIONAL_WINDOW, _experts("num_local_experts", 8)),
-    "gpt_oss": (_windows(TYPES["gpt_oss"], 128), _experts("num_local_experts", 128)),
-    "phi3": (EMBEDDING_DROPOUT, OPTIONAL_WINDOW, Row(_read_longrope, lambda model: {})),
+    "mixtral": (OPTIONAL_WINDOW, _experts("num_local_experts", 8), ROUTER_LOGITS),
+    "gpt_oss": (
+        _windows(TYPES["gpt_oss"], 128),
+        _experts("num_local_experts", 128),
+        ROUTER_LOGITS,
+        Row(lambda config: {}, _write_topk, is_of_experts=True),
+        Row(lambda config: {}, _write_initial_positions),
+    ),
+    "phi3": (
+        EMBEDDING_DROPOUT,
+        OPTIONAL_WINDOW,
+        Row(_read_longrope, _write_original_positions),
+        ignored(attention_bias=False),
+    ),
     "qwen3_moe": (
         _experts("num_experts", 128),
         Row(lambda config: {}, lambda model: {"max_window_layers": model.num_layers}),
-        ignored(is_of_experts=True, mlp_only_layers=[]),
+        ROUTER_LOGITS,
+        ignored(is_of_experts=True, mlp_only_layers=[], sliding_window=None),
     ),
     "glm4_moe": (
         _experts("n_routed_experts", 128),
@@ -316,8 +371,14 @@ SPECIAL_ROWS = {
             is_of_experts=True,
         ),
         ignored(is_of_experts=True, topk_method="noaux_tc", scoring_func="sigmoid"),
+        ignored(is_of_experts=True, moe_layer_freq=1, ep_size=1),
     ),
-    "smollm3": (BIASES, ROPE_LAYERS, Row(_read_full_attention, lambda model: {})),
+    "smollm3": (
+        BIASES,
+        ROPE_LAYERS,
+        Row(_read_full_attention, _write_full_attention),
+        ignored(pretraining_tp=1),
+    ),
 }
 """Rows by `model_type`, in addition to families.toml."""
 

@@ -20,20 +20,19 @@ from torch import Tensor
 from megatron_ds.checkpoint.files.local_files import write_files
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.config.problems import Problem, UserError, ignore, user_error
+from megatron_ds.conversion.engines.checks import Export, check_engines
+from megatron_ds.conversion.engines.facts import PLAIN_NAMES, SPECIAL_TOKENS
 from megatron_ds.conversion.finite_tensors import finite
-from megatron_ds.conversion.folding import explicit, folded
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
-from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES, Family
 from megatron_ds.conversion.huggingface.read_config import (
     FROM_MODEL_CONFIG,
     GENERATION,
     read_settings,
-    settings_of,
 )
-from megatron_ds.conversion.huggingface.standard_values import standard_values
-from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, resolved
-from megatron_ds.conversion.published import SPECIAL_IDS, Publication, with_positions
+from megatron_ds.conversion.huggingface.written_config import config_of, without_mup
+from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
+from megatron_ds.conversion.published import SPECIAL_IDS, Publication
 from megatron_ds.conversion.safe_unpickle import is_mappable
 from megatron_ds.conversion.safetensors_files import (
     INDEX,
@@ -60,8 +59,6 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 TRANSPOSED_ROWS = 64
 """Rows that are transposed at once."""
 COPIES = ("shared_head.head.weight", "embed_tokens.weight")
-NTK = ("rope_ntk_factor", "max_position_embeddings")
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def open_hf(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
@@ -127,7 +124,7 @@ def write_hf(
         UserError: If no family has the parts of the model, or the folder has files already.
         OSError: If the disk fails.
     """
-    source = _without_mup(source, options.hf_model_type)
+    source = without_mup(source, options.hf_model_type)
     try:
         model_type, values = config_of(source, options.hf_model_type)
     except UserError:
@@ -148,67 +145,40 @@ def write_hf(
     with output_folder(folder) as temporary:
         data = None if source.native is None else source.native.run.config.get("data")
         tokenizer = hf_tokenizer.tokenizer_files(source.settings, model_type, warn, data)
-        special = hf_tokenizer.special_ids(
-            source.settings, SPECIAL_IDS, model_type, tokenizer.special_ids
-        )
-        if publication is not None and not publication.has_tokenizer:
-            special |= {
-                name: tokenizer.special_ids.get(name)
-                for name, value in special.items()
-                if value is None
-            }
+        special, generation = _special_values(source.settings, model_type, tokenizer)
         values |= special
-        known_ids = {name: value for name, value in special.items() if value is not None}
-        generation = source.settings.generation
-        if generation.items() <= known_ids.items():
-            generation = {**known_ids, FROM_MODEL_CONFIG: True}
         has_prefix = family.is_prefixed
         if publication is not None and publication.model_type == model_type:
             has_prefix = publication.has_prefix
-        tensors = _their_tensors(family, source, family.prefix if has_prefix else "")
+        has_tokens = tokenizer.has_special_tokens
+        export = Export(model_type, values, source.settings, has_prefix, has_tokens)
+        changes = check_engines(export, options.engines, warn)
+        if SPECIAL_TOKENS in changes:
+            tokenizer = tokenizer.with_special_tokens()
+        prefix = family.prefix if has_prefix and PLAIN_NAMES not in changes else ""
+        tensors = _their_tensors(family, source, prefix)
         write_sharded(temporary, tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor)
         texts = {HF_CONFIG: _json(values), GENERATION: _json(generation)}
         write_files(temporary, {**texts, **tokenizer.files})
 
 
-def _without_mup(source: SourceCheckpoint, model_type: str | None) -> SourceCheckpoint:
-    """A model of muP with its multipliers in config.json, if a family has them, or in its weights.
-
-    Raises:
-        UserError: If no family has them, and they cannot be folded into the weights.
-    """
-    if not source.settings.model.use_mup:
-        return source
-    described = explicit(source)
-    try:
-        config_of(described.without_predictions(), model_type)
-    except UserError:
-        return folded(source)
-    return described
-
-
-def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, dict[str, Any]]:
-    """The family that a model is written as, and its config.json.
-
-    Raises:
-        UserError: If no family, or not the given one, has the parts of the model.
-    """
-    settings = canonical_settings(with_positions(source.settings))
-    kinds = [model_type] if model_type is not None else [settings.model_type, *FAMILIES]
-    tried = []
-    for choice in dict.fromkeys(entry for entry in kinds if entry is not None):
-        family = FAMILIES[choice]
-        values: dict[str, Any] = {"model_type": choice, "architectures": [family.architecture]}
-        for row in family.rows:
-            values |= row.write(settings.moe if row.is_of_experts else settings.model)
-        differences = _differences(family, values, settings)
-        if not differences:
-            dtypes = {tensor.dtype for tensor in source.tensors.values()}
-            if len(dtypes) == 1 and (name := DTYPE_NAMES.get(*dtypes)) is not None:
-                values["torch_dtype"] = name
-            return choice, values
-        tried.append(f"{choice} lacks {differences}")
-    raise user_error("hf-no-family", tried="".join(f"\n  - {reason}" for reason in tried))
+def _special_values(
+    settings: ModelSettings, model_type: str, tokenizer: hf_tokenizer.TokenizerFiles
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The special ids of a config.json, and the values of generation_config.json."""
+    publication = Publication.of(settings)
+    special = hf_tokenizer.special_ids(settings, SPECIAL_IDS, model_type, tokenizer.special_ids)
+    if publication is not None and not publication.has_tokenizer:
+        special |= {
+            name: tokenizer.special_ids.get(name)
+            for name, value in special.items()
+            if value is None
+        }
+    known_ids = {name: value for name, value in special.items() if value is not None}
+    generation = dict(settings.generation)
+    if generation.items() <= known_ids.items():
+        generation = {**known_ids, FROM_MODEL_CONFIG: True}
+    return special, generation
 
 
 @dataclass(frozen=True)
@@ -447,37 +417,6 @@ def _remove_copy(tensors: dict[str, TensorReader], head: str, table: str, path: 
     is_same = (original.shape, original.dtype) == (copy.shape, copy.dtype)
     if not is_same or not torch.equal(original.read(), copy.read()):
         raise user_error("hf-tied-weights-differ", path=path, head=head, table=table)
-
-
-def canonical_settings(settings: ModelSettings) -> ModelSettings:
-    """The settings with one of several spellings of the same model."""
-    fixed = {**settings.fixed}
-    model = settings.model
-    if model.activation == "openai-gelu":
-        fixed |= {"activation": "gelu", "gelu_approximation": "tanh"}
-    bases = model.rotary_bases
-    if len(set(bases)) == 1 and (model.rotary_base_per_layer or bases[0] != model.rotary_base):
-        # A base that NTK scaling has raised needs no scaling.
-        fixed |= {"rotary_base": bases[0], "rotary_base_per_layer": ()}
-        fixed = {name: fixed[name] for name in fixed if name not in NTK}
-    return dataclasses.replace(settings, fixed=fixed)
-
-
-def _differences(family: Family, values: Mapping[str, Any], settings: ModelSettings) -> str:
-    """Parts that a family cannot express: where a config.json read back is another model."""
-    config = ConfigValues(Path(HF_CONFIG), standard_values(values, family))
-    try:
-        read = settings_of(family.rows, config)
-    except UserError as error:
-        return str(error)
-    if config.lacking:
-        return "; ".join(config.lacking)
-    theirs = resolved(read)
-    expected = resolved(settings)
-    different = sorted(
-        name for name in {*theirs, *expected} if theirs.get(name) != expected.get(name)
-    )
-    return ", ".join(f"{name} {expected.get(name)}" for name in different)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

@@ -233,11 +233,14 @@ def latent_scale(keys: RopeKeys) -> Row:
 
     def write(model: ModelConfig) -> dict[str, Any]:
         scaling = write_scaling(model)
-        if model.softmax_scale is None or scaling is None or scaling["factor"] <= 1:
+        if scaling is None:
             return {}
-        root = math.sqrt(model.softmax_scale * model.head_dim**0.5)
-        exponent = 10 * (root - 1) / math.log(scaling["factor"])
-        return {SCALING: {**scaling, "mscale_all_dim": exponent}}
+        # Published files have the older spelling alone, which some programs require.
+        scaling["type"] = scaling["rope_type"]
+        if model.softmax_scale is not None and scaling["factor"] > 1:
+            root = math.sqrt(model.softmax_scale * model.head_dim**0.5)
+            scaling["mscale_all_dim"] = 10 * (root - 1) / math.log(scaling["factor"])
+        return {SCALING: scaling}
 
     return Row(read, write)
 

@@ -57,6 +57,28 @@ class TokenizerFiles:
     special_ids: Mapping[str, int] = field(default_factory=dict)
     """Ids by name, such as `pad_token_id`, of the tokens that tokenizer_config.json names."""
 
+    @property
+    def has_special_tokens(self) -> bool:
+        """Whether tokenizer_config.json names a begin and an unknown token, if there is one."""
+        if not self.files:
+            return True
+        settings = json.loads(self.files.get(SETTINGS, b"{}"))
+        return all(settings.get(role) is not None for role in ("bos_token", "unk_token"))
+
+    def with_special_tokens(self) -> TokenizerFiles:
+        """The files with the end token as begin and unknown token, as far as there are none.
+
+        No text gets other ids. Without a tokenizer or an end token the files stay as they are.
+        """
+        changed = dict(self.files)
+        for name in SIDE_FILES:
+            values = json.loads(changed.get(name, b"{}"))
+            if (end := _text_of(values.get("eos_token"))) is not None:
+                for role in ("bos_token", "unk_token"):
+                    values[role] = _text_of(values.get(role)) or end
+                changed[name] = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+        return dataclasses.replace(self, files=changed)
+
 
 def settings_of_folder(path: Path) -> dict[str, Any]:
     """Fields of `TokenizerConfig` for the tokenizer of a folder; empty if it has none."""

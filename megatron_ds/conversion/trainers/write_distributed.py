@@ -14,7 +14,7 @@ from megatron_ds.config.problems import ignore, user_error
 from megatron_ds.conversion.dcp.write import write_dcp
 from megatron_ds.conversion.foreign.trainers import OLMO_CORE_STATES
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
-from megatron_ds.conversion.huggingface.read_write import config_of
+from megatron_ds.conversion.huggingface.written_config import config_of
 from megatron_ds.conversion.source import WRITE_DEFAULTS, SourceCheckpoint, WriteOptions
 from megatron_ds.conversion.trainers import olmo_core, olmo_core_settings, torchtitan
 from megatron_ds.conversion.trainers.open_model import settings_of

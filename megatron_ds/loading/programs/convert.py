@@ -56,6 +56,7 @@ def convert_checkpoint(options: Options) -> None:
         pp_size=options.target_pipeline_parallel_size,
         ep_size=options.target_expert_parallel_size,
         adam=options.target_adam,
+        engines=options.engine_names,
         quantization=QUANTIZED if options.dtype == QUANTIZED else None,
         warn=print_error,
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_ds.config.fields import option_field, option_group, when
+from megatron_ds.config.fields import choice_problem, option_field, option_group, when
 from megatron_ds.config.options.checkpoint import (
     FORMAT_SYNONYMS,
     FORMATS,
@@ -17,6 +17,7 @@ from megatron_ds.config.options.checkpoint import (
     split_location,
 )
 from megatron_ds.config.problems import Problem
+from megatron_ds.conversion.engines.facts import ENGINES
 from megatron_ds.conversion.foreign.recognition import location_problems
 from megatron_ds.conversion.weights_locations import GGUF_ENDING
 
@@ -24,6 +25,12 @@ MEGATRON_FORMATS = ("megatron", "torch_dist")
 MEGATRON = when(target_format=MEGATRON_FORMATS)
 format_field = functools.partial(option_field, synonyms=FORMAT_SYNONYMS)
 QUANTIZED = "q8_0"
+ENGINES_HELP = (
+    "Inference engines that must compute this model, separated by commas or spaces, of "
+    f"{', '.join(ENGINES)}: what one would refuse or compute differently is an error, and the "
+    "output is adapted to them where its model stays the same (default: none; a warning names "
+    "engines that would compute another model)."
+)
 MODEL_TYPES = (
     "gpt2",
     "llama",
@@ -115,6 +122,14 @@ class Options:
     )
     """model_type of an hf output (default: the original one, else the first that has the parts of
     the model)."""
+    engines: tuple[str, ...] = option_field(
+        (),
+        flag="for",
+        nargs="*",
+        metavar="ENGINE",
+        only_with=when(target_format=("hf", "gguf")),
+        help=ENGINES_HELP,
+    )
     target_tensor_parallel_size: int = option_field(
         1, aliases=("target-tensor-model-parallel-size",), minimum=1, only_with=MEGATRON
     )
@@ -152,8 +167,14 @@ class Options:
         name, folder = split_location(self.load)
         return name if name != "auto" else self.source_format, Path(folder)
 
+    @property
+    def engine_names(self) -> tuple[str, ...]:
+        """The names in --for."""
+        return names_of(self.engines)
+
     def problems(self) -> Iterator[Problem]:
         yield from location_problems(self.load, self.source_format)
+        yield from engine_problems(self.engines, self.target_format)
         if self.target_format == "universal" and self.dtype is not None:
             yield Problem("universal-dtype")
         if self.dtype == QUANTIZED and self.target_format != "gguf":
@@ -162,3 +183,19 @@ class Options:
             yield Problem("quantized-not-verified")
         if self.target_format == "gguf" and self.save and not self.save.endswith(GGUF_ENDING):
             yield Problem("gguf-file-name", settings=self)
+
+
+def names_of(entries: Sequence[str]) -> tuple[str, ...]:
+    """Names of engines that are separated by commas or spaces."""
+    return tuple(dict.fromkeys(name for entry in entries for name in entry.split(",") if name))
+
+
+def engine_problems(entries: Sequence[str], target_format: str) -> Iterator[Problem]:
+    """Yields names that are no engines, and engines that load another format than the output's."""
+    for name in names_of(entries):
+        engine = ENGINES.get(name)
+        if engine is None:
+            yield choice_problem("engines", name, tuple(ENGINES))
+        elif engine.format != target_format and target_format in ("hf", "gguf"):
+            values = {"name": name, "title": engine.title, "format": engine.format}
+            yield Problem("engine-format", **values)

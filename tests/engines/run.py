@@ -1,0 +1,295 @@
+"""Runs exported models in inference engines, and compares them with the models of this program.
+
+    make proofs ONLY=engines                   all engines
+    python tests/engines/run.py mlx vllm       some
+
+Each engine has an environment of its own in build/engines, from prebuilt wheels; one that the index
+has no wheels of for this machine is skipped. Every model of models.yaml is exported, and each
+engine computes its log probabilities of 128 tokens and continues a text. They are equal within
+1e-3, or the table of facts (megatron_ds/conversion/engines/facts.toml) has the reason: a fact
+without effect is a failure, too. The record is results.json, from which docs/use/engines.md is
+written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+from megatron_ds.config.problems import UserError  # noqa: E402 (the path is set now)
+from megatron_ds.conversion.engines.facts import (  # noqa: E402
+    CLOSE,
+    DIFFERS,
+    ENGINES,
+    REFUSES,
+)
+from tests.engines.models import MODELS, NEW, Exported, exported, write_tokenizer  # noqa: E402
+from tests.pages import engines as page  # noqa: E402
+from tests.reports import machine  # noqa: E402
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+ENVIRONMENTS = REPOSITORY / "build" / "engines"
+EQUAL = 1e-3
+"""Difference of two log probabilities in fp32."""
+SECONDS = 1800
+"""Time limit of an engine; models that it does not reach are not recorded."""
+TIMEOUT = "timeout"
+EQUALS = "equal"
+CLOSE_TO = "close"
+DIFFERENT = "differs"
+REFUSED = "refused"
+CRASHED = "crashed"
+Record = dict[str, Any]
+
+
+def environment(engine: str) -> Path | None:
+    """The interpreter of an engine's environment, which is made if it is missing; None if a wheel
+    is missing for this machine."""
+    folder = ENVIRONMENTS / engine
+    python = folder / "bin" / "python"
+    requirements = HERE / "requirements" / f"{engine}.txt"
+    done = folder / "installed.txt"
+    text = requirements.read_text(encoding="utf-8")
+    if done.exists() and done.read_text(encoding="utf-8") == text:
+        return python
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+    command = [*install, "--disable-pip-version-check", "-r", str(requirements)]
+    if subprocess.run(command, check=False).returncode != 0:
+        return None
+    done.write_text(text, encoding="utf-8")
+    return python
+
+
+def run_engine(
+    engine: str, python: Path, models: Sequence[Exported], folder: Path
+) -> Iterator[tuple[str, Record]]:
+    """Runs models in an engine, and yields what it made of each.
+
+    A model with which the process dies is crashed; the next ones run in another process.
+    """
+    cases = []
+    for model in models:
+        try:
+            path = model.written(engine)
+        except UserError as error:
+            yield model.name, {"outcome": REFUSED, "error": _line(error)}
+            continue
+        scratch = folder / engine / model.name
+        scratch.mkdir(parents=True, exist_ok=True)
+        cases.append(
+            {
+                "name": model.name,
+                "model": str(path),
+                "ids": model.ids,
+                "prompt": model.prompt,
+                "new": NEW,
+                "scratch": str(scratch),
+            }
+        )
+    by_name: dict[str, Exported] = {model.name: model for model in models}
+    out = folder / engine / "results.jsonl"
+    runner = HERE / "runners" / f"run_{engine.replace('.', '_').replace('-', '_')}.py"
+    deadline = time.monotonic() + SECONDS
+    while cases:
+        job = folder / engine / "job.json"
+        out.unlink(missing_ok=True)
+        job.write_text(json.dumps({"cases": cases, "out": str(out)}), encoding="utf-8")
+        log = folder / engine / "log.txt"
+        ended = _run_runner([str(python), str(runner), str(job)], log, deadline)
+        lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+        results = [json.loads(line) for line in lines]
+        for result in results:
+            model = by_name[result["name"]]
+            values = out.with_name(f"{model.name}.npy")
+            yield model.name, outcome(model, engine, result, values)
+        cases = cases[len(results) :]
+        if ended == TIMEOUT:
+            return
+        if cases:
+            end = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            yield cases[0]["name"], {"outcome": CRASHED, "error": (end or [ended])[0][:200]}
+            if not results:
+                return
+            cases = cases[1:]
+
+
+def _run_runner(command: list[str], log: Path, deadline: float) -> str:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("w", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                timeout=max(deadline - time.monotonic(), 1),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return TIMEOUT
+    return f"status {done.returncode}"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def judged(model: Exported, engine: str, difference: float) -> str:
+    """What a difference of log probabilities is."""
+    facts = model.facts(engine)
+    limits = [fact.difference or 0 for fact in facts if fact.effect == CLOSE]
+    if difference <= EQUAL:
+        return EQUALS
+    return CLOSE_TO if any(difference <= limit for limit in limits) else DIFFERENT
+
+
+def outcome(model: Exported, engine: str, result: Record, values: Path) -> Record:
+    """What an engine made of a model."""
+    kept = {"seconds": result["seconds"]}
+    if values.exists():
+        theirs = np.load(values)
+        expected = model.log_probabilities.numpy()
+        if theirs.ndim == 1:
+            expected = expected[np.arange(len(model.ids) - 1), model.ids[1:]]
+        else:
+            theirs = theirs[:, : expected.shape[1]]
+        is_known = ~np.isnan(theirs)
+        difference = float(np.abs(theirs - expected)[is_known].max())
+        kept |= {"outcome": judged(model, engine, difference), "difference": difference}
+        if "text" in result:
+            text, margin = model.continuation
+            if margin > 2 * EQUAL:  # otherwise rounding decides
+                # mlx-lm and mistral.rs remove a blank at the start of what they generate.
+                kept["same text"] = result["text"].strip() == text.strip()
+        elif "error" in result:
+            kept["error"] = result["error"]
+        return kept
+    return kept | {"outcome": REFUSED, "error": result.get("error", "")}
+
+
+def failure(model: Exported, engine: str, record: Record) -> str | None:
+    """Why a result is not what the table of facts says; None if it is."""
+    facts = model.facts(engine)
+    effects = {fact.effect for fact in facts}
+    found = record["outcome"]
+    if found in (EQUALS, CLOSE_TO):
+        if effects & {REFUSES, DIFFERS}:
+            return f"{found}, though the table says {sorted(effects)}"
+        if found == EQUALS and (not record.get("same text", True) or "error" in record):
+            return f"equal, but another text, or none: {record.get('error')}"
+        return None
+    if found == DIFFERENT:
+        if DIFFERS in effects:
+            return None
+        return f"differs by {record['difference']:.1e}, and the table has no reason"
+    if effects & {REFUSES, DIFFERS}:
+        return None
+    return f"{found}, and the table has no reason: {record.get('error')}"
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Versions of the packages in an environment."""
+    command = [str(python), "-m", "pip", "list", "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {entry["name"]: entry["version"] for entry in json.loads(done.stdout)}
+
+
+def read_results() -> dict[str, Any]:
+    return dict(json.loads(RESULTS.read_text(encoding="utf-8"))) if RESULTS.exists() else {}
+
+
+def run_all(engines: Sequence[str] = (), names: Sequence[str] = ()) -> Record:
+    """Runs engines and writes their record and page.
+
+    Args:
+        engines: Names of engines; empty: all.
+        names: Names of models; empty: all.
+
+    Returns:
+        Counts and failures, as the other sections of the proofs have them.
+    """
+    results = read_results()
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("ENGINES_SCRATCH")) as scratch:
+        folder = Path(scratch)
+        (folder / "tokenizer").mkdir()
+        write_tokenizer(folder / "tokenizer")
+        models = [exported(name, folder / name, folder / "tokenizer") for name in names or MODELS]
+        for engine in engines or ENGINES:
+            print(f"== {ENGINES[engine].title}", flush=True)
+            python = environment(engine)
+            if python is None:
+                print(f"{ENGINES[engine].title} is skipped: no wheel for this machine")
+                counts["skipped"] += len(models)
+                continue
+            start = time.monotonic()
+            cases: dict[str, Record] = {}
+            for model, record in _cases(engine, python, models, folder):
+                cases[model.name] = record
+                reason = failure(model, engine, record)
+                counts["failed" if reason else "passed"] += 1
+                if reason:
+                    failures[f"{engine} {model.name}"] = reason
+                print(f"{model.name:20} {_shown(record)} {'FAILED: ' + reason if reason else ''}")
+            installed = versions(python)
+            results[engine] = {
+                "version": installed.get(ENGINES[engine].package, "?"),
+                "transformers": installed.get("transformers", ""),
+                "machine": f"{machine()}, {platform.machine()}",
+                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+                "seconds": round(time.monotonic() - start),
+                "cases": cases
+                if not names
+                else {**results.get(engine, {}).get("cases", {}), **cases},
+            }
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", "utf-8")
+            page.OUTPUT.write_text(page.page(), encoding="utf-8")
+    return {**counts, "failures": failures, "tests": {}}
+
+
+def _cases(
+    engine: str, python: Path, models: Sequence[Exported], folder: Path
+) -> Iterator[tuple[Exported, Record]]:
+    by_name = {model.name: model for model in models}
+    for name, record in run_engine(engine, python, models, folder):
+        yield by_name[name], record
+
+
+def _shown(record: Record) -> str:
+    difference = f" {record['difference']:.1e}" if "difference" in record else ""
+    text = "" if record.get("same text", True) else ", another text"
+    error = f": {record['error']}" if "error" in record else ""
+    return f"{record['outcome']}{difference}{text}{error}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("engines", nargs="*", help=f"of {', '.join(ENGINES)}; default: all")
+    parser.add_argument("--models", nargs="*", default=(), help="models; default: all")
+    options = parser.parse_args()
+    record = run_all(options.engines, options.models)
+    print({name: record[name] for name in ("passed", "failed", "skipped")})
+    for name, reason in record["failures"].items():
+        print(f"{name}: {reason}")
+    return int(record["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
