@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 
 from benchmarks import (
     checkpoint,
+    conversion,
     data,
     documents,
     long_sequences,
@@ -242,6 +244,32 @@ def test_ratios_of_checkpoints_pair_rounds() -> None:
     rates |= {checkpoint.SAVE: [2.0, 8.0, 3.0], checkpoint.TORCH_SAVE: [1.0, 4.0, 1.0]}
     first = checkpoint.ratios(rates)[0]
     assert (first["job"], first["ratio"], first["target"]) == (checkpoint.SAVE, 2.0, 0.9)
+
+
+@pytest.mark.proof
+def test_conversions_are_measured_in_every_way(tmp_path: Path) -> None:
+    """With a program in the place of llama.cpp's converter."""
+    theirs = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write(bytes(9))"
+    converter = [sys.executable, "-c", theirs]
+    result = conversion.measure(conversion.SMALL, tmp_path, 1, converter)
+    assert result["seconds"].keys() == {*conversion.OUTPUTS, conversion.BOTH}
+    assert [pair["peer"] for pair in result["ratios"]] == [
+        conversion.BOTH,
+        conversion.COPY,
+        conversion.COPY,
+    ]
+    assert result["bytes"][conversion.COPY] == result["bytes"][conversion.TO_GGUF]
+    assert result["bytes"][conversion.CONVERTER] == 9
+    assert all(peak > 1e7 for peak in result["peak_bytes"].values())
+    assert f"{conversion.TO_GGUF} / {conversion.COPY}" in conversion.report(result)
+
+
+def test_ratios_of_conversions_pair_rounds() -> None:
+    seconds = {conversion.TO_GGUF: [1.0, 8.0, 3.0], conversion.COPY: [2.0, 4.0, 1.0]}
+    pairs = conversion.ratios(seconds)
+    assert [(pair["job"], pair["ratio"], pair["target"]) for pair in pairs] == [
+        (conversion.TO_GGUF, 2.0, 1.5)
+    ]
 
 
 @pytest.mark.proof

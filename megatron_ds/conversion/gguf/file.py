@@ -32,7 +32,7 @@ QUANTIZED = "Q8_0"
 QUANTIZED_BLOCK = 32
 """Elements of a row that have one scale."""
 QUANTIZED_BYTES = 34
-ROWS_ELEMENTS = 2**22
+ROWS_ELEMENTS = 2**18
 """Elements that are quantized at once."""
 NEEDED_BY = "--to gguf, and files of llama.cpp (pip install gguf)"
 
