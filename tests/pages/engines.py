@@ -24,7 +24,7 @@ RESULTS = REPOSITORY / "tests" / "engines" / "results.json"
 HEAD = """\
 # Inference engines
 
-This page answers in which engines an exported model is the model that was trained.
+For people who export a model: in which engines it is the model that was trained.
 
 Written by `make proofs ONLY=engines`, which exports small models with random weights of every
 family, runs them in the engines, each with the packages of its own environment, and compares log
