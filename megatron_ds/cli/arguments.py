@@ -102,6 +102,8 @@ def build_config(
         problems += check(config, world_size, not problems, warn)
     if any(problem.code in config_file.UNREADABLE for problem in files.problems):
         problems = []  # most of them would follow from the settings of the file
+    if "preset" in line.unreadable | files.unreadable:
+        problems = []  # as well, from the settings of the preset
     sound = [
         config.with_origin(problem)
         for problem in problems

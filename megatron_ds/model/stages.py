@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig, ParallelConfig
 from megatron_ds.config.options.parallel import LAYER_KINDS
@@ -84,22 +84,35 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
         weights: Weight of each item, at least `parts` of them.
         parts: Number of parts.
     """
+    return _balanced(tuple(weights), parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _balanced(weights: tuple[float, ...], parts: int) -> tuple[int, ...]:
     sums = [0.0, *itertools.accumulate(weights)]
     total = len(weights)
     # Best division of the items from `start` on, for one more part in each round.
     best = {start: _cost((), sums, start, total) for start in range(total)}
     for count in range(2, parts + 1):
-        best = {
-            start: min(
-                _cost(best[end], sums, start, end) for end in range(start + 1, total - count + 2)
-            )
-            for start in range(total - count + 1)
-        }
+        last = total - count + 1
+        best = {start: _divided(best, sums, start, last) for start in range(last)}
     return tuple(-length for length in best[0][2])
 
 
 Division = tuple[float, float, tuple[int, ...]]
 """Largest weight of a part, sum of the squares, and the parts' lengths, negative."""
+
+
+def _divided(
+    rests: Mapping[int, Division], sums: Sequence[float], start: int, last: int
+) -> Division:
+    """The best division of the items from `start` on, whose first part ends at `last` or before."""
+    best = _cost(rests[start + 1], sums, start, start + 1)
+    for end in range(start + 2, last + 1):
+        if sums[end] - sums[start] > best[0]:
+            break  # a longer first part is the heaviest part
+        best = min(best, _cost(rests[end], sums, start, end))
+    return best
 
 
 def _cost(rest: Division | tuple[()], sums: Sequence[float], start: int, end: int) -> Division:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ def _bytes_of(text: str) -> float | None:
         return None
 
 
-def _complete(
+def complete(
     config: Config,
     world_size: int,
     warn: Callable[[Problem], None],
@@ -152,8 +153,10 @@ def _complete(
 ) -> tuple[Config, list[Problem]]:
     """Fills in the model that --load names, the DeepSpeed file, and what a plan does not need."""
     config, model_problems = model_options(config, warn)
+    names = (*MODEL_SIZE_FIELDS, "seq_length")
+    if not model_problems and not any(getattr(config.model, name) for name in names):
+        model_problems = [Problem("plan-needs-a-model")]
     if model_problems:  # not also that the sizes are missing
-        names = (*MODEL_SIZE_FIELDS, "seq_length")
         unknown = [name for name in names if not getattr(config.model, name)]
         config = with_values(config, **dict.fromkeys(unknown, 1))
     config, file_problems = merge_file(config, world_size, warn)
@@ -207,11 +210,11 @@ def plan_values(options: Options, training: Sequence[str]) -> dict[str, Any]:
 def _planned(options: Options, training: Sequence[str], *, raises: bool = False) -> PlannedRun:
     completions: list[Completed] = []
     device = options.device
-    complete = functools.partial(_complete, is_host=device.kind == HOST, plans=completions)
+    complete_plan = functools.partial(complete, is_host=device.kind == HOST, plans=completions)
     config = arguments.parse(
         training,
         world_size=options.world_size,
-        complete=complete,
+        complete=complete_plan,
         program="plan.py",
         raises=raises,
     )
@@ -222,10 +225,17 @@ def _planned(options: Options, training: Sequence[str], *, raises: bool = False)
     (settings,) = completions
     samples = settings.samples
     assumed = settings.assumed
-    layouts = suggest(config, world_size, device, samples) if options.suggest or samples else None
+    report = None if raises else _print_on_standard_error
+    layouts = None
+    if options.suggest or samples:
+        layouts = suggest(config, world_size, device, samples, report)
     plan = layouts[0].plan if layouts and samples else stages.largest
     tokens = options.tokens or stages.planned_tokens(plan.samples)
     return PlannedRun(stages, plan, tokens, layouts, assumed)
+
+
+def _print_on_standard_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _work(options: Options, training: Sequence[str]) -> None:

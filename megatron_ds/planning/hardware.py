@@ -1,17 +1,15 @@
 """Devices for which a run can be planned: data-sheet peaks, and the fraction that runs reach.
 
-The peaks are for dense matmuls, from the vendors' data sheets. `efficiency`, the fraction of the
-peak that matmuls reach, is from published runs unless it is given; latencies are from NCCL's model
-of rings with 16-bit data (src/graph/tuning.cc). The machines' memory and storage, and the time of
-other kernels, are assumptions.
+The peaks are for dense matmuls, from the vendors' data sheets. `share`,
+`attention`, `passes`, `grouped` and `contention` are fitted to half of the public runs of
+benchmarks/public_runs.yaml by benchmarks/public_runs.py; latencies are from NCCL's model of rings
+with 16-bit data (src/graph/tuning.cc). The machines' memory and storage, and the time of launches,
+are assumptions.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-
-import numpy as np
 
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.devices import HOST
@@ -19,10 +17,8 @@ from megatron_ds.config.devices import HOST
 GB = 1e9
 DEFAULT = "h100"
 TABLES = read_table(__file__)
-SHARES: dict[str, list[tuple[float, float]]] = TABLES["shares"]
-"""Parameters and share of the peak, from the runs that docs/running/planning.md lists."""
-MEASURED: dict[str, float] = TABLES["measured"]
-"""Parameters up to which the share was measured with this program."""
+FITTED = ("h100", "h200", "a100")
+"""Devices whose share of the peak was fitted to public runs."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +40,27 @@ class Hardware:
     """Bytes per second to the other devices of a machine."""
     between: float
     """Bytes per second to other machines."""
+    share: float = 0.5
+    """Fraction of the peak that matmuls reach, without other kernels."""
+    passes: float = 0.0
+    """Passes over the memory for each byte that a layer saves for the backward pass, and for each
+    byte of the logits: kernels besides matmuls are as slow as the memory."""
+    attention: float = 1.0
+    """Rate of the products of attention's scores, with all keys counted, relative to that of other
+    products. Kernels compute half of them behind a causal mask."""
+    grouped: float = 1.0
+    """Rate of the products of experts relative to that of other products: each has few rows."""
+    contention: float = 0.0
+    """Fraction of the time of messages behind computation by which they delay it."""
     efficiency: float = 0.0
-    """Fraction of the peak that matmuls reach. 0: the value of `SHARES`."""
+    """Fraction of the peak that matmuls and all other kernels reach together, if it is given:
+    instead of `share` and `passes`."""
     latency_inside: float = 3.4e-6
     """Seconds of a step of a ring inside a machine."""
     latency_between: float = 14e-6
     """Seconds of a step of a ring between machines."""
     kernels: float = 2e-4
-    """Seconds per layer and micro-batch outside of matmuls: kernel launches and memory traffic."""
+    """Seconds that a layer takes at least for each micro-batch: the launches of its kernels."""
     host: float = 25 * GB
     """Bytes per second between a device and the memory of its machine."""
     host_memory: float = 250 * GB
@@ -64,15 +73,12 @@ class Hardware:
         """Kind of device for kernels and DeepSpeed's defaults: a CPU or another device."""
         return HOST if self.name == HOST else "accelerator"
 
-    def share(self, parameters: float) -> tuple[float, str]:
-        """Fraction of the peak that a model with `parameters` active parameters reaches, and the
-        origin of this value."""
+    @property
+    def efficiency_origin(self) -> str:
+        """Where the share of the peak comes from."""
         if self.efficiency:
-            return self.efficiency, "given"
-        sizes, shares = zip(*SHARES[self.name], strict=True)
-        is_measured = parameters <= MEASURED.get(self.name, 0)
-        share = float(np.interp(math.log(parameters), np.log(sizes), shares))
-        return share, "measured on one device" if is_measured else "assumed"
+            return "given"
+        return "fitted to public runs" if self.name in FITTED else "assumed"
 
     def tflops(self, precision: str) -> float:
         """The peak in a number format."""

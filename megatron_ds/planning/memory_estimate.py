@@ -63,6 +63,10 @@ class MemoryEstimate:
     """ZeRO-3: parameters that are gathered at a time."""
     parts: dict[str, dict[str, int]] = field(default_factory=dict)
     """Phase of a step -> memory of the device by purpose."""
+    saved_by_layer: float = 0.0
+    """What a transformer layer saves of a micro-batch if nothing is recomputed, in the mean."""
+    logits: int = 0
+    """All logits of a micro-batch, in the type of the parameters."""
 
     @property
     def phases(self) -> dict[str, int]:
@@ -142,6 +146,8 @@ def run_memory(run: PlannedRun) -> MemoryEstimate:
             | dict(zip(TEMPORARY, values, strict=True))
             for phase, values in temporary.items()
         },
+        saved_by_layer=_saved_in_the_mean(sizes.run, run),
+        logits=_logits(run),
     )
 
 
@@ -439,6 +445,22 @@ class _Sizes:
         logits += logits // element * FP32 * copies
         # The gradient is scaled in fp32: a copy, the product and the rounded result.
         return gradient, logits, table * (FP32 if element == FP32 else 2 * FP32 + element)
+
+
+def _saved_in_the_mean(micro_batch: Pass, run: PlannedRun) -> float:
+    """Bytes that a transformer layer saves in the mean if nothing is recomputed."""
+    blocks = run.spec.blocks
+    micro_batch = replace(micro_batch, saves_core=True, has_tiles=False)
+    passes = _by_layer(micro_batch, run.config.parallel, len(blocks))
+    saved, _ = _saved_by_layer(blocks, passes)
+    return sum(saved) / max(1, len(saved))
+
+
+def _logits(run: PlannedRun) -> int:
+    """Bytes of all logits of a micro-batch, of each loss."""
+    model = run.config.model
+    rows = run.spec.after[-1].matmul_macs(keys=0) // run.inputs.tp_size // model.hidden_size
+    return (1 + model.mtp_num_layers) * run.tokens * rows * run.inputs.param_bytes
 
 
 def _by_layer(run: Pass, parallel: ParallelConfig, count: int) -> list[Pass]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ds.config import Config
@@ -18,14 +18,23 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.config.parallel_axes import RANK_ORDER
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.ds_config.generate import build_ds_config
-from megatron_ds.model.declaration.architecture import model_spec, param_group_problems
+from megatron_ds.model.declaration.architecture import (
+    expert_macs,
+    model_spec,
+    param_group_problems,
+)
 from megatron_ds.model.declaration.forward_pass import FP32
 from megatron_ds.model.declaration.parts import AttentionSpec
 from megatron_ds.parallel.context.layout import CHUNKS, chunks_of
 from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, run_memory
-from megatron_ds.planning.memory_inputs import DTYPE_BYTES, PlannedRun, memory_inputs
+from megatron_ds.planning.memory_inputs import (
+    DTYPE_BYTES,
+    MemoryInputs,
+    PlannedRun,
+    memory_inputs,
+)
 
 BACKWARD = 2 / 3
 """Fraction of a step's matmuls in the backward pass, during which gradients are averaged."""
@@ -54,7 +63,7 @@ class Plan:
     world_size: int
     hardware: Hardware
     efficiency_origin: str
-    """Whether the devices' efficiency is given, assumed, or measured."""
+    """Where the devices' share of the peak comes from."""
     sizes: dict[str, int]
     """Sizes of the parallel axes, in the order of `RANK_ORDER`."""
     layers: tuple[int, ...]
@@ -82,6 +91,8 @@ class Plan:
     """The optimizer step, which reads and writes the states, also those in the host's memory."""
     exposed: float
     """Communication that is not hidden behind computation."""
+    run: PlannedRun = field(repr=False, compare=False)
+    """The quantities from which the times follow."""
 
     @property
     def machines(self) -> int:
@@ -160,13 +171,16 @@ class Plan:
         return map(self.coordinates, range(self.world_size))
 
 
-def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
+def make_plan(
+    config: Config, world_size: int, hardware: Hardware, inputs: MemoryInputs | None = None
+) -> Plan:
     """Plans a run.
 
     Args:
         config: Complete configuration without problems, with the vocabulary size.
         world_size: Number of processes.
         hardware: Their devices.
+        inputs: What `memory_inputs` returns for them. None: it is computed.
 
     Raises:
         UserError: If the padded vocabulary does not fit, or a pattern of names matches no weight.
@@ -176,16 +190,12 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     dp_size = config.parallel.data_parallel_size(world_size)
     axes = config.axis_sizes
     sizes = {name: axes.get(f"{name}_size", dp_size // axes["ep_size"]) for name in RANK_ORDER}
-    run = PlannedRun.of(config, memory_inputs(config, dp_size, hardware.kind))
+    run = PlannedRun.of(config, inputs or memory_inputs(config, dp_size, hardware.kind))
     memory = run_memory(run)
     spec = run.spec
     layers = run.stages
     parameters = model_spec(config.model, config.moe).elements()
     sample_flops = spec.flops(config.model.seq_length)
-    # Experts that are not selected have no matmuls.
-    share, origin = hardware.share(min(parameters, sample_flops / (6 * config.model.seq_length)))
-    hardware = dataclasses.replace(hardware, efficiency=share)
-    compute, scores = _compute_seconds(run, sizes, hardware)
     own_layers = [sum(layers[stage] for stage in held) for held in config.parallel.stages_of_ranks]
     longest = {0, own_layers.index(max(own_layers)), sizes["pp"] - 1}
     by_rank = [
@@ -197,13 +207,10 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     ]
     links = max(by_rank, key=lambda links: sum(link.seconds for link in links))
     samples = config.final_global_batch_size(dp_size)
-    states = sum(memory.device.values())
-    host = sum(memory.host.values())
     return Plan(
         config=config,
         world_size=world_size,
-        hardware=hardware,
-        efficiency_origin=origin,
+        efficiency_origin=hardware.efficiency_origin,
         sizes=sizes,
         layers=layers,
         parameters=parameters,
@@ -214,47 +221,84 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         moments=run.inputs.optimizer.count,
         samples=samples,
         flops=samples * sample_flops,
-        compute=compute,
         bubble=_bubble(run, sizes["pp"]),
-        optimizer=2 * states / hardware.memory_rate + 2 * host / hardware.host,
-        # The processor that computes sends as well.
-        exposed=_exposed(links, *((0.0, 0.0) if is_host(hardware.kind) else (compute, scores))),
+        run=run,
+        **_times(run, sizes, memory, links, hardware),
     )
 
 
-def _compute_seconds(
-    run: PlannedRun, sizes: dict[str, int], hardware: Hardware
-) -> tuple[float, float]:
-    """Products of the pipeline rank that has the most, and its other kernels; and those of them
-    that are scores of attention, and their products with the values.
+def with_rates(plan: Plan, hardware: Hardware) -> Plan:
+    """The plan with other rates of the kernels. Those of the links stay."""
+    times = _times(plan.run, plan.sizes, plan.memory, plan.links, hardware)
+    return dataclasses.replace(plan, efficiency_origin=hardware.efficiency_origin, **times)
 
-    Of context-parallel ranks, that of the busiest one.
+
+def _times(
+    run: PlannedRun,
+    sizes: dict[str, int],
+    memory: MemoryEstimate,
+    links: tuple[Link, ...],
+    hardware: Hardware,
+) -> dict[str, Any]:
+    """The seconds of a step, and the devices with the share of the peak that all kernels reach."""
+    compute, scores, at_peak = _compute_seconds(run, sizes, hardware, memory)
+    states = sum(memory.device.values())
+    host = sum(memory.host.values())
+    # The processor that computes sends as well.
+    hiding = (0.0, 0.0) if is_host(hardware.kind) else (compute, scores)
+    return {
+        "hardware": dataclasses.replace(hardware, efficiency=at_peak / compute),
+        "compute": compute,
+        "optimizer": 2 * states / hardware.memory_rate + 2 * host / hardware.host,
+        "exposed": _exposed(links, *hiding, contention=hardware.contention),
+    }
+
+
+def _compute_seconds(
+    run: PlannedRun, sizes: dict[str, int], hardware: Hardware, memory: MemoryEstimate
+) -> tuple[float, float, float]:
+    """Seconds of the kernels of the pipeline rank that takes the longest; those of them that are
+    scores of attention, and their products with the values; and the seconds of all its products at
+    the peak of the device.
+
+    Kernels besides products read and write what the backward pass needs, at the rate of the
+    memory. Of context-parallel ranks, the result is that of the busiest one.
     """
     config = run.config
     spec = run.spec
     layers = run.stages
-    count = run.micro_batches
     model = config.model
-    passes = 4 / 3 if config.recompute.recompute_granularity == "full" else 1
+    recompute = config.recompute.recompute_granularity
+    passes = 4 / 3 if recompute == "full" else 1.0
     length = model.seq_length
-    layer_flops = passes * spec.flops(length, spec.blocks)
     without_scores = length * spec.flops(1, spec.blocks)  # but for those of a single key
-    score_flops = layer_flops - passes * without_scores
-    score_flops *= _busiest(run)
-    layer_flops = passes * without_scores + score_flops
-    head = spec.flops(length, spec.after)
-    held_layers = [sum(layers[at] for at in held) for held in config.parallel.stages_of_ranks]
-    slowest = max(
-        held * layer_flops / model.num_layers + (head if len(layers) - 1 in stages else 0)
-        for held, stages in zip(held_layers, config.parallel.stages_of_ranks, strict=True)
+    score_flops: float = spec.flops(length, spec.blocks) - without_scores
+    score_flops *= _busiest(run) * (passes if recompute is None else 4 / 3)
+    layer_flops = (passes * without_scores + score_flops) / model.num_layers
+    # Products of experts, and of scores, take the time of more or fewer operations.
+    added: float = passes * 6 * length * expert_macs(spec.blocks) * (1 / hardware.grouped - 1)
+    added += score_flops * (1 / hardware.attention - 1)
+    added *= 0.0 if hardware.efficiency else 1 / model.num_layers
+    peak = hardware.tflops(config.precision.name) * 1e12
+    share = hardware.efficiency or hardware.share
+    per_flop = config.schedule.micro_batch_size / (
+        peak * sizes["tp"] * config.parallel.sequence_ranks
     )
-    most = max(held_layers)
-    rate = hardware.tflops(config.precision.name) * 1e12 * hardware.efficiency
-    samples = count * config.schedule.micro_batch_size
-    kernels = count * most * passes * hardware.kernels
-    per_flop = samples / (sizes["tp"] * config.parallel.sequence_ranks) / rate
-    scores = per_flop * score_flops * most / model.num_layers
-    return per_flop * slowest + kernels, scores
+    per_byte = (0.0 if hardware.efficiency else hardware.passes) / hardware.memory_rate
+    slowest: tuple[float, float, int] = (0.0, 0.0, 0)
+    for stages in config.parallel.stages_of_ranks:
+        held = sum(layers[at] for at in stages)
+        has_end = len(layers) - 1 in stages
+        ends = spec.flops(length, spec.after) if has_end else 0
+        at_peak = per_flop * (held * layer_flops + ends)
+        moved = held * passes * memory.saved_by_layer + has_end * memory.logits
+        seconds = (at_peak + per_flop * held * added) / share + per_byte * moved
+        slowest = max(slowest, (max(seconds, held * passes * hardware.kernels), at_peak, held))
+    seconds, at_peak, held = slowest
+    count = run.micro_batches
+    score_rate = share * (1.0 if hardware.efficiency else hardware.attention)
+    scores = per_flop / score_rate * score_flops * held / model.num_layers
+    return count * seconds, count * scores, count * at_peak
 
 
 def _busiest(run: PlannedRun) -> float:
@@ -348,11 +392,12 @@ def _latency(traffic: Traffic, inside: int, hardware: Hardware) -> float:
     return times * (near * hardware.latency_inside + far * hardware.latency_between)
 
 
-def _exposed(links: tuple[Link, ...], compute: float, scores: float) -> float:
+def _exposed(links: tuple[Link, ...], compute: float, scores: float, *, contention: float) -> float:
     """Seconds of communication that `compute` seconds of computation, of which `scores` are of
     attention, do not hide.
 
-    Sends between stages are hidden, except for what the bubble counts.
+    Hidden messages delay the computation by a fraction of their time, since they share the memory
+    and the processors with it. Sends between stages are hidden, except for what the bubble counts.
     """
     hidden = sum(link.seconds for link in links if link.traffic.overlaps)
     part = max((link.traffic.overlaps for link in links), default=0.0)
@@ -363,4 +408,5 @@ def _exposed(links: tuple[Link, ...], compute: float, scores: float) -> float:
             waiting += max(0.0, link.seconds - behind * scores)
         elif not link.traffic.overlaps and link.traffic.operation != "send":
             waiting += link.seconds
-    return waiting + max(0.0, hidden - BACKWARD * compute * part)
+    late = max(0.0, hidden - BACKWARD * compute * part)
+    return waiting + late + contention * (hidden - late)

@@ -117,7 +117,7 @@ class StagePlans:
                 item["name"],
                 f"{item['iterations']:,}",
                 _count(item["tokens"]),
-                f"{item['days']:,.3g}",
+                duration(item["days"]),
                 f"{item['peak'] / GB:.1f}",
                 item["text"],
             )
@@ -126,7 +126,7 @@ class StagePlans:
         if not rows:
             return ""
         title = "stages, and below the one that needs the most memory"
-        head = ("", "iterations", "tokens", "days", "GB", "")
+        head = ("", "iterations", "tokens", "time", "GB", "")
         return f"{title}\n{_indented([head, *rows])}"
 
 
@@ -135,16 +135,16 @@ def _suggestions(suggestions: Sequence[Suggestion], tokens: float | None) -> str
     if not suggestions:
         return "  none: more processes, more memory or a smaller model are needed\n"
     rows = [("s/step", "tokens/s", "TFLOPS", "GB", "flags, and what limits them")]
-    days = ["" if tokens is None else f"days of {_count(tokens)}"]
+    times = ["" if tokens is None else f"{_count(tokens)} tokens"]
     for index, suggestion in enumerate(suggestions):
         if index < SHOWN_LAYOUTS or suggestion.has_data_parallelism_only:
             plan = suggestion.plan
             speed = f"{plan.seconds:.2f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"
             rows += [(*speed, f"{plan.memory.peak / GB:.1f}", suggestion.flags)]
             rows += [("", "", "", "", f"  {suggestion.reason}")]
-            days += ["" if tokens is None else f"{plan.days(tokens):,.1f}", ""]
+            times += ["" if tokens is None else duration(plan.days(tokens)), ""]
     return _indented(
-        (*([] if tokens is None else [day]), *row) for day, row in zip(days, rows, strict=True)
+        (*([] if tokens is None else [time]), *row) for time, row in zip(times, rows, strict=True)
     )
 
 
@@ -309,9 +309,14 @@ def _memory(plan: Plan) -> Iterator[tuple[str, ...]]:
         "peak",
         f"{sized(memory.peak)} of {sized(plan.hardware.memory)}: {fits} ({memory.peak_phase})",
     )
-    for where, parts in (("host", memory.host), ("disk", memory.disk)):
-        if parts:
-            yield f"on the {where}", sized(sum(parts.values()))
+    if memory.host:
+        size = sum(memory.host.values())
+        ranks = min(plan.hardware.per_machine, plan.world_size)
+        there = sized(ranks * plan.hardware.host_memory)
+        of_machine = f"{sized(ranks * size)} of {there} of each machine"
+        yield "on the host", f"{sized(size)}; {of_machine} (host_memory of --rates)"
+    if memory.disk:
+        yield "on the disk", sized(sum(memory.disk.values()))
 
 
 def _communication(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -333,8 +338,8 @@ def _time(plan: Plan, tokens: float | None) -> Iterator[tuple[str, ...]]:
     ranks = plan.sizes["dp"] * plan.config.parallel.sequence_ranks
     if tokens is not None:
         fits = plan.memory.peak <= plan.hardware.memory
-        days = f"{plan.days(tokens):,.1f} days, with products at {share}"
-        yield f"{_count(tokens)} tokens", days if fits else f"{days}, if it fitted the memory"
+        time = f"{duration(plan.days(tokens))}, with products at {share}"
+        yield f"{_count(tokens)} tokens", time if fits else f"{time}, if it fitted the memory"
     yield "step", f"{plan.seconds:.3g} s, {plan.tokens_per_second:,.0f} tokens/s"
     yield "per device", f"{plan.tflops:.4g} TFLOPS, {plan.mfu:.1%} of the peak"
     yield "operations", f"{plan.flops:.4g} per step on all ranks"
@@ -353,6 +358,15 @@ def _checkpoints(plan: Plan) -> Iterator[tuple[str, ...]]:
     yield "complete", f"{sized(size)}, {sized(size / plan.world_size)} per rank"
     rate = f"{sized(plan.hardware.storage)}/s of each machine"
     yield "save", f"{plan.save_seconds:.3g} s at {rate}, {plan.async_save_seconds:.3g} s if async"
+
+
+def duration(days: float) -> str:
+    """A time in short: days, below a day hours, and below an hour minutes."""
+    if days >= 1:
+        return f"{days:,.1f} days"
+    if days >= 1 / 24:
+        return f"{days * 24:.1f} hours"
+    return f"{days * 1440:.1f} minutes"
 
 
 def _count(value: float) -> str:

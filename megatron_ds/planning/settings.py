@@ -64,8 +64,11 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
         field = "data_path" if config.given.isdisjoint(OTHER_DATA) else "train_data_path"
         filled[field] = ("planned",)
     if config.given.isdisjoint({"vocab_size", *vars(config.tokenizer)}):
-        problems.append(Problem("plan-needs-a-vocabulary"))
-        filled |= {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+        rows = config.model.pad_vocab_size_to
+        if rows is None:
+            problems.append(Problem("plan-needs-a-vocabulary"))
+        # It has one more id.
+        filled |= {"tokenizer_type": "NullTokenizer", "vocab_size": (rows or 2) - 1}
     if "lr" not in config.given | config.origins.keys():  # not the flags of a complete run
         filled["lr"] = PLANNED_RATE
         if config.precision.name == "fp32" and not is_host:

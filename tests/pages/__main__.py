@@ -1,7 +1,8 @@
 """Writes the generated pages: flags.md, support_matrix.md, deepspeed_keys.md and changes.md of
 docs/reference, verified.md and the import diagram of architecture.md of docs/development,
 engines.md of docs/use, the families of docs/training/model.md, the example of
-docs/running/planning.md with its picture, and the figures of examples/recipes."""
+docs/running/planning.md with its picture, docs/running/measured.md, and the figures of
+examples/recipes."""
 
 from tests import import_graph
 from tests.pages import (
@@ -10,6 +11,7 @@ from tests.pages import (
     engines,
     families,
     flags,
+    measured,
     plan_example,
     recipes,
     support_matrix,
@@ -25,6 +27,7 @@ PAGES = (
     import_graph,
     families,
     plan_example,
+    measured,
     recipes,
     verified,
 )

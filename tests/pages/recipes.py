@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.planning import command as plan
+from megatron_ds.planning.plan_report import duration
 from tests.pages.flags import REPOSITORY, markdown_table
 
 FOLDER = REPOSITORY / "examples" / "recipes"
@@ -75,7 +76,7 @@ def _costs(planned: dict[str, Any], tokens: float) -> str:
     peak = max((stage["peak"] for stage in stages), default=planned["memory"]["peak"])
     days = sum(stage["days"] for stage in stages) or planned["days"]
     return (
-        f"{peak / 1e9:.0f} GB of each, {_rounded(tokens / days / DAY)} tokens/s, {_duration(days)}"
+        f"{peak / 1e9:.0f} GB of each, {_rounded(tokens / days / DAY)} tokens/s, {duration(days)}"
     )
 
 
@@ -93,7 +94,3 @@ def _rounded(count: float) -> str:
     units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
     unit, suffix = next((item for item in units if count >= item[0]), (1.0, ""))
     return f"{count / unit:.3g}{suffix}"
-
-
-def _duration(days: float) -> str:
-    return f"{days:.3g} days" if days >= 2 else f"{days * 24:.3g} hours"

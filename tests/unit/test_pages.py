@@ -17,6 +17,7 @@ from tests.pages import (
     engines,
     families,
     flags,
+    measured,
     plan_example,
     recipes,
     support_matrix,
@@ -32,6 +33,7 @@ PAGES = [
     import_graph,
     families,
     plan_example,
+    measured,
     recipes,
     verified,
 ]

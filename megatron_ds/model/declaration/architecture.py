@@ -141,7 +141,7 @@ def _weights(layers: Iterable[Layer]) -> dict[str, Weight]:
 
 
 # A plan asks for a few sums of the same layers, many times.
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=2048)
 def _sizes(
     layers: tuple[Layer, ...], keep: Keep, tp_size: int, ep_size: int, has_whole_experts: bool
 ) -> Counter[int]:
@@ -151,9 +151,20 @@ def _sizes(
     return Counter(w.size(tp_size, ep_size, has_whole_experts=has_whole_experts) for w in selected)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=2048)
 def _matmul_macs(layers: tuple[Layer, ...], keys: int) -> int:
-    return sum(layer.matmul_macs(keys) for layer in layers)
+    # Layers of the same parts have as many.
+    forms = {id(layer.parts): layer for layer in layers}
+    macs = {form: layer.matmul_macs(keys) for form, layer in forms.items()}
+    return sum(macs[id(layer.parts)] for layer in layers)
+
+
+@functools.lru_cache(maxsize=2048)
+def expert_macs(layers: tuple[Layer, ...]) -> int:
+    """Multiply-adds of the mixtures of experts of some layers, per token in a forward pass."""
+    experts = [part for layer in layers for part in layer.experts]
+    macs = {id(part): part.matmul_macs(keys=0) for part in experts}
+    return sum(macs[id(part)] for part in experts)
 
 
 def is_expert(weight: Weight) -> bool:

@@ -1,0 +1,89 @@
+"""docs/running/measured.md: planned speeds, relative to published and measured ones."""
+
+from __future__ import annotations
+
+from benchmarks import public_runs
+from benchmarks.public_runs import Run
+from tests.pages.flags import REPOSITORY, markdown_table
+
+OUTPUT = REPOSITORY / "docs" / "running" / "measured.md"
+BEGIN = "<!-- begin: generated {} -->\n"
+END = "<!-- end -->\n"
+COLUMNS = ("run", "devices", "layout", "planned", "known", "planned / known", "half")
+SHORT = {
+    "zero-stage": "ZeRO",
+    "tensor-model-parallel-size": "TP",
+    "pipeline-model-parallel-size": "PP",
+    "context-parallel-size": "CP",
+    "expert-model-parallel-size": "EP",
+    "micro-batch-size": "micro-batch",
+    "global-batch-size": "batch",
+    "recompute-granularity": "recomputes",
+}
+"""Flags of a layout in the table."""
+
+
+def page() -> str:
+    """The page with its tables."""
+    text = OUTPUT.read_text(encoding="utf-8")
+    for name, table in {"errors": _errors(), "runs": _runs(), "unjudged": _unjudged()}.items():
+        head, begin, rest = text.partition(BEGIN.format(name))
+        text = head + begin + table + END + rest.partition(END)[2]
+    return text
+
+
+def _errors() -> str:
+    halves = {
+        "fitted": [run for run in public_runs.judged() if not run.is_tested],
+        "tested": [run for run in public_runs.judged() if run.is_tested],
+    }
+    rows = []
+    for name, runs in halves.items():
+        errors = public_runs.errors(runs)
+        mean = public_runs.mean_error(runs)
+        rows.append(
+            (name, str(len(runs)), f"{mean:.1%}", f"{min(errors):+.0%} to {max(errors):+.0%}")
+        )
+    return markdown_table(("half", "runs", "mean error", "errors"), rows)
+
+
+def _runs() -> str:
+    sources = public_runs.read()[1]
+    rows = []
+    for run in public_runs.judged():
+        half = "tested" if run.is_tested else "fitted"
+        rows.append((*_cells(run), half, f"[{run.source}](#sources)"))
+    used = dict.fromkeys(run.source for run in public_runs.read()[0])
+    names = "".join(f"- {name}: {sources[name]}\n" for name in used)
+    return f"{markdown_table((*COLUMNS, 'source'), rows)}\n### Sources\n\n{names}"
+
+
+def _unjudged() -> str:
+    rows = [
+        (*_cells(run), f"{run.reason} ({run.source})")
+        for run in public_runs.read()[0]
+        if run.reason
+    ]
+    return markdown_table((*COLUMNS[:-1], "why it is not judged"), rows)
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    planned = run.planned()
+    return (
+        run.name,
+        f"{run.devices:,} {run.device}",
+        _layout(run.layout),
+        f"{planned:,.0f}",
+        f"{run.published:,.0f}",
+        f"{planned / run.published:.2f}",
+    )
+
+
+def _layout(flags: str) -> str:
+    """The flags of a layout in short."""
+    parts = []
+    for part in f" {flags}".split(" --")[1:]:
+        name, _, value = part.partition(" ")
+        if name in SHORT:
+            parts.append(f"{SHORT[name]} {value}")
+    return ", ".join(parts)
