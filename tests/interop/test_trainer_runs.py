@@ -13,6 +13,7 @@ import numpy
 import pytest
 
 from megatron_ds.config import DataConfig
+from megatron_ds.conversion.trainers.runs.olmo_schedules import schedule_of
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.validation import DataFiles
 from tests.e2e.conftest import VOCAB, write_corpus
@@ -146,6 +147,35 @@ def test_a_run_goes_on_with_the_losses_of_the_trainer(
         assert [step[name] for step in ours] == pytest.approx(values, abs=TOLERANCE)
     assert "at iteration 3, after 12 samples" in output
     assert "step-data-other" in output
+
+
+SCHEDULERS: tuple[dict[str, Any], ...] = (
+    {"_CLASS_": "ConstantScheduler"},
+    {"_CLASS_": "ConstantWithWarmup", "warmup": 4},
+    {"_CLASS_": "WSD", "warmup": 4, "decay": 6, "decay_fraction": None, "decay_min_lr": 1e-5},
+    {"_CLASS_": "WSD", "warmup_fraction": 0.2, "warmup_min_lr": 1e-4},
+    {"_CLASS_": "LinearWithWarmup", "warmup": 4, "alpha_f": 0.2},
+    {"_CLASS_": "CosWithWarmup", "warmup": 3},
+    {"_CLASS_": "CosWithWarmup", "warmup": 3, "t_max": 15},
+    {"_CLASS_": "InvSqrtWithWarmup", "warmup": 3},
+)
+
+
+def test_the_rates_of_schedules_are_those_of_olmo_core() -> None:
+    """Claim (checkpoints): the learning rates that a run of OLMo-core is to go on with are those
+    of its own schedules (`make test-interop`)"""
+    if not PACKAGES.is_dir():
+        pytest.skip("`make test-interop` installs the packages of trainers")
+    script = Path(__file__).with_name("olmo_core_rates.py")
+    command = [sys.executable, script, "0.01", "20", json.dumps(SCHEDULERS)]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-5000:]
+    for settings, rates in zip(SCHEDULERS, json.loads(result.stdout), strict=True):
+        schedule = schedule_of(settings, 0.01, 20, 3, 96)
+        assert schedule.rate is not None
+        ours = [schedule.rate(step) for step in range(1, 23)]
+        assert ours == pytest.approx(rates, rel=1e-9), settings
 
 
 EMBEDDING = "embedding.word.weight"
