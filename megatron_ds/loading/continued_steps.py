@@ -109,9 +109,9 @@ def step_conflicts(source: SourceCheckpoint, config: Config, dp_size: int) -> It
         if name != BATCH and options_differ(value, field_value(config, name))
     ]
     for name in differing:
-        given = as_flag(name, field_value(config, name))
-        flag = as_flag(name, saved.options[name])
-        yield Problem("step-setting-differs", name, path=path, now=given, saved=flag)
+        flag = as_flag(name, field_value(config, name))
+        expected = as_flag(name, saved.options[name])
+        yield Problem("step-setting-differs", name, path=path, now=flag, saved=expected)
     yield from _weight_conflicts(source, saved, config)
     if "lr" in differing:
         return

@@ -13,6 +13,7 @@ from megatron_ds.training.replay.check_step import check_step, open_pair
 from megatron_ds.training.replay.one_process import Trust
 from tests.e2e.mistaken_run import DOUBLED, FIRST, GLOBAL_BATCH, MISTAKES, STALE, SWAPPED
 from tests.e2e.runs import Launcher, Settings
+from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
 
 EMBEDDING = "embedding.word.weight"
@@ -71,6 +72,15 @@ def test_steps_without_a_mistake_are_equal(mistaken: Path, check: Check) -> None
     status, lines = check(mistaken, 1, FIRST - 1)
     assert status == 0, lines
     assert lines[1].startswith("equal: weights, exp_avg and exp_avg_sq of ")
+
+
+def test_samples_are_not_given_for_a_run_of_this_program(mistaken: Path) -> None:
+    paths = (str(mistaken / f"global_step{iteration}") for iteration in (1, 2))
+    with (
+        raises_problem("samples-of-own-run"),
+        open_pair(*paths, Config(), Trust(files=True), ignore, Path("samples.npy")),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("mistake", with_proofs(MISTAKES, MISTAKES[2:]))

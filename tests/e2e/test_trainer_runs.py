@@ -10,15 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
-from megatron_ds.config import Config
+from megatron_ds.config import Config, DataConfig
 from megatron_ds.config.problems import ignore
 from megatron_ds.conversion.registry import open_source
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
+from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.validation import DataFiles
+from megatron_ds.training.replay import given_samples
 from megatron_ds.training.replay.check_step import check_step, open_pair
 from megatron_ds.training.replay.one_process import Trust
 from tests.e2e.runs import Launcher, Settings, steps
+from tests.problems import raises_problem
 from tests.unit.conversion.trainer_runs import State, write_olmo_core, write_torchtitan
 
 SAVED = 3
@@ -75,6 +80,20 @@ def of_run(base: Settings, trainer: str) -> dict[str, Any]:
     return settings | (OF_MODEL if trainer == "torchtitan" else {})
 
 
+def samples_of(base: Settings, first: int, end: int) -> Any:
+    """Ids of the samples that a run reads, [samples, length + 1]."""
+    data = build_datasets(
+        DataFiles(DataConfig(data_path=(str(base["data_path"]),), split=base["split"])),
+        num_samples=(STEPS["train_iters"] * 4, 0, 0),
+        seq_length=32,
+        seed=1234,
+        tokenizer_fingerprint="samples",
+        vocab_size=128,
+    ).train
+    assert data is not None
+    return numpy.stack([data[index] for index in range(first, end)])
+
+
 @pytest.mark.parametrize("trainer", sorted(GROUPS))
 def test_a_run_goes_on_as_the_one_that_saved_it(
     trainer: str, launcher: Launcher, base: Settings, tmp_path: Path
@@ -106,7 +125,7 @@ def test_a_step_of_another_trainer_is_computed_again(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """Claim (logging): a step between two checkpoints of torchtitan is equal to its computation,
-    or its mistake is named"""
+    on the data of the flags or on given samples, or its mistake is named"""
     run = native(launcher, base, "torchtitan", tmp_path / "run")
     before, after = (opened(run, step) for step in (SAVED, SAVED + 1))
     stale = before.optimizer["exp_avg"]["layers.1.mlp.fc_out.weight"].read().clone()
@@ -126,6 +145,10 @@ def test_a_step_of_another_trainer_is_computed_again(
         launcher.start(flags).succeed()
         return 0
 
+    def on_samples(words: Sequence[str]) -> int:
+        launcher.start(words, script=Path(given_samples.__file__)).succeed()
+        return 0
+
     flags = of_run(base, "torchtitan") | {"data_path": (str(base["data_path"]),)}
     del flags["exit_interval"]
     trust = Trust(flags, files=True)
@@ -136,5 +159,20 @@ def test_a_step_of_another_trainer_is_computed_again(
         with open_pair(*steps_of, config, trust, ignore) as pair:
             found.append(check_step(pair, replay, lines.append, trust=trust, tolerance=None))
     assert found == [0, 1], lines
+    samples = tmp_path / "samples.npy"
+    numpy.save(samples, samples_of(base, SAVED * 4, (SAVED + 1) * 4))
+    given = {name: value for name, value in flags.items() if name not in ("data_path", "split")}
+    trust = Trust(given, files=True)
+    config = Config(given=frozenset(given)).with_values(given)
+    steps_of = (f"torchtitan:{tmp_path / 'right'}/step-{SAVED + ahead}" for ahead in (0, 1))
+    with open_pair(*steps_of, config, trust, ignore, samples) as pair:
+        assert check_step(pair, on_samples, lines.append, trust=trust, tolerance=None) == 0, lines
+    numpy.save(samples, numpy.zeros((3, 33), numpy.int32))
+    steps_of = (f"torchtitan:{tmp_path / 'right'}/step-{SAVED + ahead}" for ahead in (0, 1))
+    with (
+        raises_problem("samples-of-other-steps"),
+        open_pair(*steps_of, config, trust, ignore, samples),
+    ):
+        pass
     named = lines.index("not equal: layers.1.mlp.fc_out.weight")
     assert lines[named + 1].startswith("    moments ("), lines

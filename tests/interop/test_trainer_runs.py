@@ -203,13 +203,19 @@ def mistaken(
     return trainer, folder / CHECKPOINTS[trainer]
 
 
-def check(trainer: str, folder: Path, corpus: Path, first: int, second: int) -> Any:
+def check(
+    trainer: str, folder: Path, corpus: Path, first: int, second: int, samples: Path | None = None
+) -> Any:
     """Runs tools/check_step.py; returns the finished process."""
     name = "step-{}" if trainer == "torchtitan" else "step{}"
     locations = [f"{trainer}:{folder / name.format(step)}" for step in (first, second)]
     settings = settings_of(trainer, folder, corpus)
     del settings["load"], settings["exit_interval"]
-    words = [*locations, *to_flags(settings), "--trust-recorded-files"]
+    words = [*locations, "--trust-recorded-files"]
+    if samples is not None:
+        del settings["data_path"], settings["split"]
+        words += ["--samples", str(samples)]
+    words += to_flags(settings)
     command = [sys.executable, REPOSITORY / "tools" / "check_step.py", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
@@ -220,6 +226,18 @@ def test_steps_of_the_trainer_are_equal(mistaken: tuple[str, Path], corpus: Path
     result = check(*mistaken, corpus, 3, FIRST - 1)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "equal: weights, exp_avg and exp_avg_sq of " in result.stdout
+
+
+def test_steps_on_given_samples_are_equal(
+    mistaken: tuple[str, Path], corpus: Path, samples: Path, tmp_path: Path
+) -> None:
+    """Claim (logging): steps of torchtitan and OLMo-core are computed again on samples that are
+    given in the order of the run (`make test-interop`)"""
+    file = tmp_path / "steps.npy"
+    with numpy.load(samples) as arrays:
+        numpy.save(file, arrays["tokens"][SAVED * BATCH : (SAVED + 2) * BATCH])
+    result = check(*mistaken, corpus, SAVED, SAVED + 2, file)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -167,9 +167,19 @@ class MapDataset(TokenDataset):
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._items))
         if self._epoch[0] != epoch:
-            shuffle = np.random.RandomState((self._request.seed + epoch) % (1 << 32))
-            self._epoch = epoch, shuffle.permutation(len(self._items))
+            self._epoch = epoch, epoch_order(self._request.seed, epoch, len(self._items))
         return int(self._epoch[1][offset])
+
+
+def epoch_order(seed: int, epoch: int, size: int) -> IntArray:
+    """The items of an epoch in the order in which they are read.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        size: Number of items.
+    """
+    return np.random.RandomState((seed + epoch) % (1 << 32)).permutation(size)
 
 
 def _is_pair(item: Any) -> bool:

@@ -27,6 +27,7 @@ from megatron_ds.loading.initial_load import merge_model
 from megatron_ds.schedules import learning_rate, plan
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.replay.diagnosis import KINDS, Diagnosis, Finding, Limits, Step
+from megatron_ds.training.replay.given_samples import samples_problems
 from megatron_ds.training.replay.one_process import Replay, Trust, one_process
 from megatron_ds.training.replay.tensor_comparison import AdamStates, Results
 from megatron_ds.training.replay.verification import TOLERANCES
@@ -49,11 +50,13 @@ class Pair:
         first: The checkpoint from which the steps start.
         second: The checkpoint after them.
         config: Settings of the run.
+        samples: File of the samples of the steps. None: those that a run here reads.
     """
 
     first: SourceCheckpoint
     second: SourceCheckpoint
     config: Config
+    samples: Path | None = None
 
     @property
     def start(self) -> int:
@@ -96,7 +99,12 @@ class Pair:
 
 @contextmanager
 def open_pair(
-    first: str, second: str, settings: Config, trust: Trust, warn: Callable[[str], None]
+    first: str,
+    second: str,
+    settings: Config,
+    trust: Trust,
+    warn: Callable[[str], None],
+    samples: Path | None = None,
 ) -> Iterator[Pair]:
     """Opens two checkpoints.
 
@@ -107,11 +115,14 @@ def open_pair(
             which only `trust` replaces. Of another trainer's, what its files state is taken over.
         trust: Settings that the caller has given.
         warn: Called with each warning.
+        samples: File of the samples of the steps, not of a run of this program, whose
+            checkpoints name their dataset.
 
     Raises:
-        UserError: If there are no steps between, or one has no states of Adam.
+        UserError: If there are no steps between, one has no states of Adam, or the samples are of
+            other steps.
     """
-    model = dataclasses.asdict(settings.model)
+    model = {**dataclasses.asdict(settings.model), **dataclasses.asdict(settings.moe)}
     options = ReadOptions(warn=warn, optimizer=True, model=model, given=settings.given)
     source = _open(first, options)
     try:
@@ -127,11 +138,24 @@ def open_pair(
                 raise_if_any(problems)
                 config = take_over(config, source, ignore)
                 source = with_samples(source, config, 1)
-            yield Pair(source, later, config)
+            pair = Pair(source, later, config, samples)
+            raise_if_any(_samples_problems(pair))
+            yield pair
         finally:
             later.release()
     finally:
         source.release()
+
+
+def _samples_problems(pair: Pair) -> Iterator[Problem]:
+    if pair.samples is None:
+        return
+    if pair.first.native is not None:
+        yield Problem("samples-of-own-run", path=pair.first.path)
+        return
+    size = plan(pair.config, pair.state, 1).global_batch_size
+    count = pair.steps * size
+    yield from samples_problems(pair.samples, pair.config.model.seq_length, count)
 
 
 def _open(location: str, options: ReadOptions) -> SourceCheckpoint:
@@ -328,7 +352,10 @@ class _Computed:
         config = one_process(self._pair.config, {**loaded, **values}, run, folder, trust)
         file = folder / "settings.yaml"
         file.write_text(yaml_file.dump(config), encoding="utf-8")
-        status = self._replay(["--config", str(file)])
+        samples = self._pair.samples
+        position = str(self._pair.state.consumed_samples)
+        words = [] if samples is None else [str(samples), position]
+        status = self._replay([*words, "--config", str(file)])
         if status:
             raise user_error("replay-failed", status=status)
         return folder

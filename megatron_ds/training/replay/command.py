@@ -59,7 +59,8 @@ class Options:
 def work(options: Options) -> int:
     limit = options.tolerance
     run = Path(options.run)
-    replay = partial(start_replay, options.script, options.show_logs)
+    program = [] if options.script is None else [options.script]
+    replay = partial(start_replay, program, options.show_logs)
     try:
         return verify(run, options.steps, replay, print, tolerance=limit, trust=trust_of(options))
     except UserError as error:  # with another status than a difference

@@ -102,15 +102,15 @@ def one_process(
     return dataclasses.replace(config, given=frozenset(names | trust.changes.keys()))
 
 
-def start_replay(script: str | None, show_logs: bool, words: Sequence[str]) -> int:
+def start_replay(program: Sequence[str], show_logs: bool, words: Sequence[str]) -> int:
     """Trains as one process on the host; prints its log if it fails, or if asked for.
 
     Args:
-        script: Program that trained the run. None: pretrain_gpt.py.
+        program: Words of Python's command line up to the flags; empty: pretrain_gpt.py.
         show_logs: Print the log even so.
         words: Flags of the program.
     """
-    program = start_words("train") if script is None else [script]
+    program = program or start_words("train")
     unset = [word for name in LAUNCHER for word in ("-u", name)]
     command = ["env", *unset, "DS_ACCELERATOR=cpu", sys.executable, *program, *words]
     if show_logs:
