@@ -6,6 +6,9 @@ RUN := $(VENV)/bin
 PIP = "$(RUN)/python" -m pip install --disable-pip-version-check --no-compile
 # Interpreters for the environment; the first one that runs and is new enough is used.
 PYTHONS ?= python3.11 python3.12 python3.13 python3 python
+# What the demo imports.
+DEMO_PACKAGES := deepspeed matplotlib ninja numpy orjson PyYAML regex rich safetensors setuptools \
+  tokenizers torch xxhash
 # The demo's text: a jsonl file with the key "text". If empty, the standard library of Python.
 DATA ?=
 # Megatron-LM's own package, which only `make test-interop` uses.
@@ -45,7 +48,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl uses your text
+# The rest of requirements.txt, such as transformers and pyarrow, comes with `make install`.
+demo: $(if $(wildcard $(VENV)/.installed),install,$(VENV)/.demo-installed) ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl uses your text
 	@$(RUN)/python tools/demo.py $(if $(DATA),--data "$(DATA)")
 
 quick: lint $(TESTED) ## lint, unit tests and one case of each proof, in about three minutes
@@ -106,7 +110,7 @@ hashes: install ## write requirements-hashes.txt again, after a change of requir
 ops: install ## build DeepSpeed's C++ ops, which runs with offload otherwise build when they start
 	@$(RUN)/python tools/build_ops.py
 
-$(VENV)/.installed: requirements.txt setup.py
+$(VENV)/.created:
 	@"$(RUN)/python" -m pip --version >/dev/null 2>&1 || { \
 	  for python in $(PYTHONS); do \
 	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
@@ -115,6 +119,14 @@ $(VENV)/.installed: requirements.txt setup.py
 	    echo "$$python could not create an environment; on Debian: apt install python3-venv"; exit 1; \
 	  done; \
 	  echo "No Python 3.11 or newer among: $(PYTHONS). Name one: make PYTHONS=/path/to/python"; exit 1; }
+	@touch $@
+
+$(VENV)/.demo-installed: requirements.txt | $(VENV)/.created
+	@echo "== Installing what the demo needs of requirements.txt (once, about a minute)"
+	@$(PIP) --constraint requirements.txt $(DEMO_PACKAGES)
+	@touch $@
+
+$(VENV)/.installed: requirements.txt setup.py | $(VENV)/.created
 	@echo "== Installing requirements.txt (once, about a minute)"
 	@$(PIP) -r requirements.txt
 	@$(PIP) --quiet --no-deps --no-build-isolation --editable .

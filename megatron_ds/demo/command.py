@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,7 @@ def run(title: str, command: Sequence[object], folder: Path) -> None:
 
 def work(options: Options) -> None:
     """The commands run in the repository, if there is one, so all paths are relative to it."""
+    start = time.monotonic()
     base = Path.cwd() if is_installed() else REPOSITORY
     folder = Path(os.path.relpath(options.output, base))
     data = None if options.data is None else Path(os.path.relpath(options.data, base))
@@ -59,7 +62,21 @@ def work(options: Options) -> None:
     clear(folder, data)
     for title, command in steps(folder, data):
         run(title, command, base)
-    print(summary(folder))
+    print(summary(folder, time.monotonic() - start, next_commands(folder)))
+
+
+def next_commands(folder: Path) -> dict[str, str]:
+    """What to do after the demo, with its command or page."""
+    flags = f"--load {folder / 'checkpoints'}"
+    page = "a page in the browser"
+    if is_installed():
+        return {page: f"megatron-ds serve {flags}"}
+    python = os.path.relpath(sys.executable, REPOSITORY)
+    return {
+        page: f"make install && {python} tools/run_text_generation_server.py {flags}",
+        "the same with your text": "make demo DATA=my.jsonl",
+        "the same step by step": "docs/start/tutorial.md, up to a model that answers questions",
+    }
 
 
 main = cli.program(Options, work)

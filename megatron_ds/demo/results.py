@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import statistics
 from pathlib import Path
+from typing import Any
 
 from megatron_ds.config.problems import user_error
 
@@ -23,6 +26,10 @@ OUTPUTS = (
 """All results, and so all that the demo ever deletes."""
 MARK = ".demo"
 """A file that marks a folder of results."""
+WARM_UP = 10
+"""First steps, whose times are not typical."""
+BARS = "▁▂▃▄▅▆▇█"
+BAR_COUNT = 40
 
 
 def clear(folder: Path, data: Path | None) -> None:
@@ -50,19 +57,56 @@ def read_unigram_loss(path: Path) -> float:
     return float(json.loads(path.read_text())["loss"])
 
 
-def summary(folder: Path) -> str:
-    """The final losses, compared with the unigram model."""
+def step_seconds(checkpoints: Path) -> float:
+    """Seconds of a typical step of the run that has written a folder."""
+    steps = [record["seconds"] for record in read_metrics(checkpoints) if "lm_loss" in record]
+    return statistics.median(steps[WARM_UP:] or steps)
+
+
+def read_metrics(checkpoints: Path) -> list[dict[str, Any]]:
+    """The steps and evaluations of a run."""
+    lines = (checkpoints / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def bars(values: list[float]) -> str:
+    """A curve in one line of text."""
+    count = min(BAR_COUNT, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
+    low = min(means)
+    width = max(means) - low or 1.0
+    return "".join(BARS[int((value - low) / width * (len(BARS) - 1))] for value in means)
+
+
+def summary(folder: Path, seconds: float, next_commands: dict[str, str]) -> str:
+    """What was made, how good it is, and what to do next.
+
+    Args:
+        folder: The results.
+        seconds: Time that the demo took.
+        next_commands: What to do next, with the command or page.
+    """
     losses: dict[str, float] = {}
-    for line in (folder / "checkpoints" / "metrics.jsonl").read_text("utf-8").splitlines():
-        losses.update(json.loads(line))
+    training: list[float] = []
+    for record in read_metrics(folder / "checkpoints"):
+        losses.update(record)
+        training += [record["lm_loss"]] if "lm_loss" in record else []
     unigram = read_unigram_loss(folder / "unigram.json")
     better = unigram - losses["validation_loss"]
-    return (
-        f"\n== Done. Everything is in {folder}/\n\n"
-        f"  validation loss     {losses['validation_loss']:.4f} nats per token\n"
-        f"  test loss           {losses['test_loss']:.4f}\n"
+    width = max(map(len, next_commands))
+    commands = [f"  {what:{width}}  {words}" for what, words in next_commands.items()]
+    lines = (
+        f"\n== Done in {int(seconds) // 60}:{int(seconds) % 60:02}. Everything is in {folder}/\n",
+        f"  training loss       {training[0]:.4f} {bars(training)} {training[-1]:.4f}"
+        f" in {len(training)} iterations",
+        f"  validation loss     {losses['validation_loss']:.4f} nats per token",
+        f"  test loss           {losses['test_loss']:.4f}",
         f"  unigram model       {unigram:.4f}: the GPT is {abs(better):.2f} "
-        f"{'better' if better > 0 else 'WORSE'} on the validation data\n\n"
-        "  checkpoints/        the trained model, and metrics.jsonl\n"
-        "  loss.png            the loss curve"
+        f"{'better' if better > 0 else 'WORSE'} on the validation data\n",
+        "  checkpoints/        the trained model, and metrics.jsonl",
+        "  loss.png            the loss curve\n",
+        "Next:\n",
+        *commands,
     )
+    return "\n".join(lines)

@@ -9,14 +9,19 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_ds.demo.results import read_unigram_loss
+from megatron_ds.demo.results import read_unigram_loss, step_seconds
 from megatron_ds.demo.texts import prompt_prefixes, split_of
 from megatron_ds.launch.device import visible_devices
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.programs import REPOSITORY, is_installed, start_words
 
 VOCAB_SIZE = 4096
-ITERATIONS = 300
+FIRST_ITERATIONS = 50
+"""Of the first run, whose steps are timed."""
+FEWEST_ITERATIONS = 100
+MOST_ITERATIONS = 300
+STEP_SECONDS = 90
+"""Time of the steps of both runs, as far as the number of iterations has limits."""
 MODEL = (
     "--num-layers",
     "4",
@@ -36,16 +41,16 @@ TRAINING = (
     "4",
     "--global-batch-size",
     "8",
-    "--train-iters",
-    str(ITERATIONS),
     "--lr",
     "1.5e-3",
     "--min-lr",
     "1.5e-4",
     "--lr-decay-style",
-    "cosine",
+    "WSD",
+    "--lr-wsd-decay-style",
+    "linear",
     "--lr-warmup-iters",
-    "30",
+    "20",
     "--weight-decay",
     "0.1",
     "--adam-beta2",
@@ -54,14 +59,12 @@ TRAINING = (
     "1",
     "--log-interval",
     "10",
-    "--save-interval",
-    str(ITERATIONS // 2),
     "--eval-interval",
     "100",
     "--eval-iters",
     "10",
 )
-PROMPTS = ("def __init__(self", "import os\n", "The return value is")
+PROMPTS = ("def __init__(self", "        return self.", '    """Return the ')
 PYTHON = sys.executable if is_installed() else os.path.relpath(sys.executable, REPOSITORY)
 
 Step = tuple[str, Sequence[object]]
@@ -104,10 +107,15 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
         vocab_size=size,
         output=unigram,
     )
-    half = int(TRAINING[TRAINING.index("--save-interval") + 1])
-    training = training_command(folder, split, vocabulary)
-    yield f"Pretraining until iteration {half}", [*training, "--exit-interval", half]
-    yield "The same command resumes from the checkpoint", training
+    training = training_flags(folder, split, vocabulary)
+    first = [*length_flags(MOST_ITERATIONS), "--exit-interval", FIRST_ITERATIONS]
+    title = f"Pretraining until iteration {FIRST_ITERATIONS}, which shows how long a step takes"
+    yield title, [*launch_words("deepspeed"), *training, *first]
+    seconds = step_seconds(checkpoints)
+    count = iterations_of(seconds)
+    title = f"At {seconds:.2f} s per step, training continues from the checkpoint until {count}"
+    rest = [*length_flags(count), "--override-opt_param-scheduler"]
+    yield title, [*launch_words("torchrun"), *training, *rest]
     yield tool(
         "The loss curve",
         "plot-loss",
@@ -120,23 +128,45 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
         "Text from prompts",
         "generate",
         load=checkpoints,
-        out_seq_length=48,
-        temperature=0.7,
+        out_seq_length=24,
+        temperature=0.5,
         top_p=0.9,
         prompt=PROMPTS if data is None else prompt_prefixes(corpus),
     )
 
 
-def training_command(folder: Path, split: str, vocabulary: Mapping[str, object]) -> list[object]:
-    """The command that trains, and resumes."""
+def iterations_of(seconds: float) -> int:
+    """Iterations of both runs, by the time of a step."""
+    return max(FEWEST_ITERATIONS, min(MOST_ITERATIONS, int(STEP_SECONDS / seconds)))
+
+
+def length_flags(iterations: int) -> list[object]:
+    """The flags of a run's length: the last quarter lowers the learning rate."""
+    return ["--train-iters", iterations, "--lr-wsd-decay-iters", iterations // 4]
+
+
+def launch_words(launcher: str) -> list[object]:
+    """The words that start the processes of a training.
+
+    Args:
+        launcher: `deepspeed` or `torchrun`.
+    """
+    by_deepspeed = launcher == "deepspeed"
+    module = "--module" if by_deepspeed else "-m"
+    return [
+        os.path.join(os.path.dirname(PYTHON), launcher),
+        "--num_gpus" if by_deepspeed else "--nproc-per-node",
+        process_count(),
+        "--master_port" if by_deepspeed else "--master-port",
+        free_port(),
+        *([module, *start_words("train")[1:]] if is_installed() else program_words("train")),
+    ]
+
+
+def training_flags(folder: Path, split: str, vocabulary: Mapping[str, object]) -> list[object]:
+    """The flags that both runs have."""
     checkpoints = folder / "checkpoints"
     return [
-        os.path.join(os.path.dirname(PYTHON), "deepspeed"),
-        "--num_gpus",
-        process_count(),
-        "--master_port",
-        free_port(),
-        *(["--module", *start_words("train")[1:]] if is_installed() else program_words("train")),
         *MODEL,
         *TRAINING,
         *flags_of(**vocabulary, data_path=folder / "text_text_document", split=split),

@@ -23,8 +23,6 @@ SMALL = {
     "--hidden-size": "32",
     "--num-attention-heads": "2",
     "--seq-length": "128",
-    "--train-iters": "20",
-    "--save-interval": "10",
     "--lr-warmup-iters": "2",
     "--eval-interval": "10",
     "--eval-iters": "1",
@@ -54,6 +52,9 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     monkeypatch.setattr(steps, "MODEL", smaller(steps.MODEL))
     monkeypatch.setattr(steps, "TRAINING", smaller(steps.TRAINING))
     monkeypatch.setattr(steps, "process_count", lambda: 1)
+    monkeypatch.setattr(steps, "FIRST_ITERATIONS", ITERATIONS // 2)
+    monkeypatch.setattr(steps, "FEWEST_ITERATIONS", ITERATIONS)
+    monkeypatch.setattr(steps, "MOST_ITERATIONS", ITERATIONS)
     if forked:
         monkeypatch.setattr(command.subprocess, "call", launcher.call)
 
@@ -77,6 +78,7 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     words = f"{abs(better):.2f} {'better' if better > 0 else 'WORSE'}"
     assert re.search(rf"unigram model +{unigram:.4f}: the GPT is {words}", printed.out)
     assert printed.out.count("Generated:") == 3
+    assert re.search(rf"training loss .* in {ITERATIONS} iterations\n", printed.out)
 
     # The checkpoint has all that generation needs: not even the vocabulary is elsewhere.
     moved = (folder / "checkpoints").rename(tmp_path / "moved")

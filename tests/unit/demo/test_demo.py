@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.demo.command import run
-from megatron_ds.demo.results import MARK, clear, summary
+from megatron_ds.demo.results import BAR_COUNT, MARK, bars, clear, step_seconds, summary
+from megatron_ds.demo.steps import iterations_of, length_flags
 from megatron_ds.demo.texts import prompt_prefixes, split_of
 from tests.problems import raises_problem
 from tests.token_files import write_texts
@@ -106,8 +108,39 @@ def test_summary_compares_the_last_losses_with_the_unigram_model(
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "unigram.json").write_text('{"loss": 6.0}')
 
-    shown = summary(tmp_path)
+    shown = summary(tmp_path, 125.7, {"to make it": "make", "x": "y"})
 
+    assert "Done in 2:05" in shown
+    assert "training loss       7.5000 ▁ 7.5000 in 1 iterations" in shown
+    assert shown.endswith("  to make it  make\n  x           y")
     assert f"validation loss     {validation:.4f}" in shown
     assert "test loss           7.0000" in shown
     assert f"unigram model       6.0000: {comparison}" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"), [(0.01, 300), (0.3, 300), (0.45, 200), (0.62, 145), (0.9, 100), (9, 100)]
+)
+def test_the_number_of_iterations_follows_from_the_time_of_a_step(
+    seconds: float, count: int
+) -> None:
+    assert iterations_of(seconds) == count
+    assert length_flags(count) == ["--train-iters", count, "--lr-wsd-decay-iters", count // 4]
+
+
+def test_the_time_of_a_step_is_that_of_a_typical_one(tmp_path: Path) -> None:
+    """Without the first ones, and whatever an evaluation or a pause takes."""
+    times = [9.0] * 10 + [0.2, 0.25, 0.3, 30.0, 0.25]
+    records = [{"iteration": at, "lm_loss": 1.0, "seconds": one} for at, one in enumerate(times)]
+    lines = [*records, {"iteration": 15, "validation_loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert step_seconds(tmp_path) == 0.25
+
+
+def test_bars_fall_with_the_loss() -> None:
+    losses = [8 - 0.01 * step for step in range(300)]
+    shown = bars(losses)
+    assert len(shown) == BAR_COUNT
+    assert (shown[0], shown[-1]) == ("█", "▁")
+    assert all(first >= second for first, second in itertools.pairwise(shown))
+    assert bars([2.0, 2.0]) == "▁▁"
