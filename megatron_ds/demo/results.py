@@ -59,7 +59,9 @@ def read_unigram_loss(path: Path) -> float:
 
 def step_seconds(checkpoints: Path) -> float:
     """Seconds of a typical step of the run that has written a folder."""
-    steps = [record["seconds"] for record in read_metrics(checkpoints) if "lm_loss" in record]
+    steps: list[float] = [
+        record["seconds"] for record in read_metrics(checkpoints) if "lm_loss" in record
+    ]
     return statistics.median(steps[WARM_UP:] or steps)
 
 

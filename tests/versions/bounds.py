@@ -1,12 +1,13 @@
 """Runs what users do, and tests, with other versions of the packages that setup.py admits.
 
-    make test-versions VERSIONS="lowest torch==2.14.1 transformers==5.23.0"
+    make test-versions VERSIONS="lowest torch==2.14.1 transformers==5.23.0 python3.13"
 
 `lowest` has the lower bounds of setup.py together, and `newest` the newest versions that pip finds
 within its ranges. Other versions replace those of requirements.txt; the rest stays as it is there.
 
 Each run has an environment of its own in build/versions. For `lowest` and `newest` pip installs
 this project with its extras, so that versions that contradict each other are an error of the run.
+An environment such as `python3.13` has requirements.txt with that interpreter, which PATH names.
 The other environments have only the named versions, in front of the packages of the interpreter
 that runs this script. The results are kept in bounds.json, from which
 docs/development/package_versions.md is written. `--sets` repeats some sets of tests and keeps the
@@ -20,6 +21,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,6 +50,8 @@ EXTRAS = tuple(extra for extra in extras() if extra not in LEFT_OUT)
 """Extras that are installed."""
 LOWEST = "lowest"
 NEWEST = "newest"
+PYTHON = re.compile(r"python3\.\d+")
+"""Names of environments with another interpreter."""
 COMMANDS = "tests/e2e/package_commands.py"
 FOLDERS = {
     "torch": ("engine", "parallel", "model", "checkpoint"),
@@ -119,6 +123,7 @@ for name in sys.argv[1:]:
 print(json.dumps(versions))
 """
 """Prints the versions of the named packages that are installed."""
+FIND_PYTHON = "import platform; print(platform.python_version())"
 HEAD = f"""\
 # Versions of other packages
 
@@ -126,8 +131,8 @@ For people who must use other versions of torch, transformers or Python, or rais
 
 Written by `make test-versions VERSIONS="..."`, which makes an environment for each. `lowest` has
 the lower bounds of `setup.py` together, `newest` the newest versions that pip found within its
-ranges. The other environments have the named versions, and the rest as in `requirements.txt`. Each
-of them runs
+ranges. `python3.13` has `requirements.txt` with that interpreter. The other environments have the
+named versions, and the rest as in `requirements.txt`. Each of them runs
 
 - *commands* (`{COMMANDS}`): text, tokenizer and token files; training on one rank and
   on two tensor-parallel ranks, each ended halfway, resumed, and compared with an uninterrupted run;
@@ -179,7 +184,10 @@ def install(name: str) -> Result:
     result: Result = {"tests": 1, "failed": {}}
     if (folder / ".installed").exists():
         return result
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python_of_it = shutil.which(name) if PYTHON.fullmatch(name) else sys.executable
+    if python_of_it is None:
+        return result | {"failed": {"python": f"{name} is not installed"}}
+    subprocess.run([python_of_it, "-m", "venv", folder], check=True)
     pip = [str(python), "-m", "pip", "install", "--no-compile"]
     if name in (LOWEST, NEWEST):
         file = folder / "constraints.txt"
@@ -189,6 +197,9 @@ def install(name: str) -> Result:
         torch = [str(requirement) for requirement in ranges() if requirement.name == "torch"]
         project = ["--no-build-isolation", "--editable", f"{REPOSITORY}[{','.join(EXTRAS)}]"]
         steps = [["setuptools", "wheel", "ninja", "numpy", *torch], project]
+    elif PYTHON.fullmatch(name):
+        files = [REPOSITORY / "requirements.txt", REPOSITORY / "requirements-dev.txt"]
+        steps = [["-r", str(file)] for file in files]
     else:
         site = next(path for path in (folder / "lib").glob("python*/site-packages"))
         packages = [path for path in sys.path if path.endswith("site-packages")]
@@ -217,6 +228,12 @@ def versions_of(python: Path) -> dict[str, str]:
     command = [str(python), "-c", FIND_VERSIONS, *packages]
     printed = subprocess.run(command, capture_output=True, check=True).stdout
     return dict(json.loads(printed))
+
+
+def version_of_python(python: Path) -> str:
+    """The version of an interpreter; that of this one, if there is none."""
+    command = [str(python if python.exists() else sys.executable), "-c", FIND_PYTHON]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def sets_of_tests(name: str) -> dict[str, str]:
@@ -311,7 +328,7 @@ def run(name: str, workers: int, only: Collection[str], earlier: Run) -> Iterato
     sets = dict(earlier.get("sets", {})) if only else {}
     sets[INSTALLATION] = install(name)
     where = {
-        "python": ".".join(map(str, sys.version_info[:3])),
+        "python": version_of_python(interpreter(name)),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine(),
     }

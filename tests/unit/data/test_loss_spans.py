@@ -159,7 +159,7 @@ def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         return codes(validation.loss_span_problems(files)), codes(warnings)
 
     unequal = "answers-count-unequally"
-    masked = {"reset_attention_mask": True}
+    masked: dict[str, Any] = {"reset_attention_mask": True}
     assert problems(text, **masked, fim_data=True) == ([], [])
     assert problems(spans) == ([], ["conversations-not-separated", unequal])
     assert problems(spans, fim_data=True)[0] == ["loss-spans-with-fim"]
