@@ -107,15 +107,7 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
         vocab_size=size,
         output=unigram,
     )
-    training = training_flags(folder, split, vocabulary)
-    first = [*length_flags(MOST_ITERATIONS), "--exit-interval", FIRST_ITERATIONS]
-    title = f"Pretraining until iteration {FIRST_ITERATIONS}, which shows how long a step takes"
-    yield title, [*launch_words("deepspeed"), *training, *first]
-    seconds = step_seconds(checkpoints)
-    count = iterations_of(seconds)
-    title = f"At {seconds:.2f} s per step, training continues from the checkpoint until {count}"
-    rest = [*length_flags(count), "--override-opt_param-scheduler"]
-    yield title, [*launch_words("torchrun"), *training, *rest]
+    yield from trainings(folder, split, vocabulary)
     yield tool(
         "The loss curve",
         "plot-loss",
@@ -133,6 +125,19 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
         top_p=0.9,
         prompt=PROMPTS if data is None else prompt_prefixes(corpus),
     )
+
+
+def trainings(folder: Path, split: str, vocabulary: Mapping[str, object]) -> Iterator[Step]:
+    """The two runs of the training, the second of which is as long as the first one allows."""
+    training = training_flags(folder, split, vocabulary)
+    first = [*length_flags(MOST_ITERATIONS), "--exit-interval", FIRST_ITERATIONS]
+    title = f"Pretraining until iteration {FIRST_ITERATIONS}, which shows how long a step takes"
+    yield title, [*launch_words("deepspeed"), *training, *first]
+    seconds = step_seconds(folder / "checkpoints")
+    count = iterations_of(seconds)
+    title = f"At {seconds:.2f} s per step, training continues from the checkpoint until {count}"
+    rest = [*length_flags(count), "--override-opt_param-scheduler"]
+    yield title, [*launch_words("torchrun"), *training, *rest]
 
 
 def iterations_of(seconds: float) -> int:
