@@ -71,13 +71,21 @@ def read_source(
 def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Reading, list[str]]:
     """Actions of a script or a command, and the options of its #SBATCH lines."""
     path = Path(words[0])
-    if path.suffix == ".py" or not (path.is_file() or path.suffix in SCRIPTS):
+    if path.suffix == ".py" or not (_is_file(path) or path.suffix in SCRIPTS):
         shell = Shell("command", variables)
         shell.read(words[0] if len(words) == 1 else shlex.join(words))
         return shell.reading, []
     shell = Shell(words[0], variables, words[1:])
     shell.read_job(_script_text(path))
     return shell.reading, shell.job_options
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a file is there; a command in one word may be longer than names of files are."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _script_text(path: Path) -> str:

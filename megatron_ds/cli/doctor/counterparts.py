@@ -22,6 +22,18 @@ SWITCHES = {
     "use-glm-rope": ["--rotary-percent", "0.5", "--rotary-interleaved"],
 }
 """Switches of MindSpeed-LLM, with flags of the same meaning."""
+FOLDER_TOKENIZERS = (
+    "DeepSeekV2Tokenizer",
+    "DeepSeekV3Tokenizer",
+    "DeepSeekV4Tokenizer",
+    "KimiK2Tokenizer",
+    "Lfm2Tokenizer",
+    "Llama3Tokenizer",
+    "Llama4Tokenizer",
+    "MistralTokenizer",
+    "MixtralTokenizer",
+)
+"""Values of --tokenizer-type that read the folder in --tokenizer-model, as HFTokenizer does."""
 
 
 def with_counterparts(flags: Sequence[str]) -> list[str]:
@@ -42,10 +54,13 @@ def with_counterparts(flags: Sequence[str]) -> list[str]:
             counterpart = SWITCHES[key]
         elif name == "--input-embeds-norm" and "hidden_size" in values:
             counterpart = ["--embedding-multiplier", text_of(math.sqrt(values["hidden_size"]))]
-        elif name.startswith("--") and key in VALUED:
+        elif name.startswith("--") and key in (*VALUED, "tokenizer-type"):
             length = 1 if equals else 2
             argument = value if equals else "".join(flags[position + 1 : position + 2])
-            counterpart = _computed(VALUED[key], argument, values)
+            if key in VALUED:
+                counterpart = _computed(VALUED[key], argument, values)
+            elif argument in FOLDER_TOKENIZERS and "tokenizer_model" in values:
+                counterpart = ["--tokenizer-type", "HFTokenizer"]
         if counterpart is None:
             kept += flags[position : position + length]
         else:

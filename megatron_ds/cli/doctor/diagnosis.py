@@ -19,6 +19,7 @@ from megatron_ds.cli.doctor.counterparts import with_counterparts
 from megatron_ds.cli.doctor.frameworks import TrainingCommand, tables
 from megatron_ds.cli.doctor.shell.marks import NAME, unmarked
 from megatron_ds.cli.flags import dashed, different_defaults, training_flags
+from megatron_ds.cli.scan import scan
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
 from megatron_ds.config.problems import Problem
 from megatron_ds.programs import training_words
@@ -98,8 +99,11 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     config, problems = build_config(
         flags, world_size=world_size, warn=warnings.append, complete=complete
     )
-    config, unclipped = _as_without_keys(config)
     table = training_flags()
+    # Our spelling of the flags does not imply them.
+    implied = scan(flags, table).implied
+    config = replace(config, given=config.given | implied.keys())
+    config, unclipped = _as_without_keys(config)
     name = path and unmarked(path)
 
     def text(problem: Problem) -> str:

@@ -34,6 +34,10 @@ WRITTEN = {
     "--hidden-size 2304 --input-embeds-norm": "--hidden-size 2304 --embedding-multiplier 48",
     "--num-layers 4 --scale-depth 1.4": "--num-layers 4 --residual-multiplier 0.7",
     "--hidden-size 64 --dim-model-base 16": "--hidden-size 64 --logits-multiplier 0.25",
+    "--tokenizer-type MixtralTokenizer --tokenizer-model t": (
+        "--tokenizer-model t --tokenizer-type HFTokenizer"
+    ),
+    "--tokenizer-type MixtralTokenizer": "--tokenizer-type MixtralTokenizer",
     "--gelu-tanh": "--activation geglu --gelu-approximation tanh",
     # Without a value, or without what it follows from.
     "--first-k-dense-replace 1": "--first-k-dense-replace 1",

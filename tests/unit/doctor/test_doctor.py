@@ -26,6 +26,7 @@ from megatron_ds.cli.doctor.shell.shell import Shell
 from megatron_ds.cli.doctor.tiny import shrink
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.doctor import command as doctor
+from tests.pages.flags import REPOSITORY
 from tests.problems import codes, raises_problem
 from tests.tables import tables
 
@@ -302,6 +303,53 @@ def test_differences_have_both_values(tmp_path: Path) -> None:
     assert "without gradient_clipping in the DeepSpeed file" in found
     assert "so --clip-grad 0 here" in found
     assert "--expert-interval is not given: 2 there, 1 here" in found
+
+
+@pytest.mark.parametrize("name", TABLES["unseen"])
+def test_a_file_of_another_project_means_what_it_says(name: str, tmp_path: Path) -> None:
+    """No key of a model is lost: it is in the command, or among what has no counterpart."""
+    case = TABLES["unseen"][name]
+    path = tmp_path / name
+    path.write_text(case["text"])
+    found = diagnosis_of(read(path), tmp_path)
+    command = found.command_text().replace("\\\n", " ")
+    for part in case["flags"]:
+        assert f"{part} " in f"{command} ".replace("\n", " "), part
+    for part in case["lacking"]:
+        assert any(entry.startswith(part) for entry in found.lacking), part
+    assert found.lacking or not case["lacking"]
+
+
+def test_defaults_that_a_fork_implies_are_in_the_command(tmp_path: Path) -> None:
+    """Our spelling of its flags would lose them: every layer would have experts."""
+    line = "torchrun pretrain_gpt.py --num-layers 4 --num-experts 4 --topk 1 --use-tutel"
+    found = diagnosis_of(read(line), tmp_path)
+    assert "--expert-interval 2" in found.command_text()
+    assert not any("--expert-interval is not given" in entry for entry in found.differences)
+    again = diagnosis_of(read(found.command_text()), tmp_path)
+    assert again.config.moe == found.config.moe
+
+
+NEW = REPOSITORY.parent / "shared" / "reference" / "scripts" / "new5.json"
+NEW_CASES = json.loads(NEW.read_text("utf-8")) if NEW.exists() else []
+
+
+@pytest.mark.skipif(not NEW_CASES, reason=f"the command lines of users, {NEW.name}, are missing")
+def test_commands_of_users_are_accepted_or_refused_for_what_they_have(tmp_path: Path) -> None:
+    for case in NEW_CASES:
+        words = [part.replace("@", "") for part in case["flags"]]
+        launcher = f"torchrun --nproc_per_node {case['world']} pretrain_gpt.py"
+        found = diagnosis_of(read(f"{launcher} {shlex.join(words)}"), tmp_path)
+        problems = "\n".join(found.lacking)
+        for word in case["says"]:
+            assert word in problems, (case["id"], word)
+        assert not [word for word in case["says_not"] if word in problems], case["id"]
+        if case["expect"] == "accept":
+            files = ("no such", "not there", "is not a folder", "does not exist")
+            left = [each for each in found.lacking if not any(part in each for part in files)]
+            assert left == [], case["id"]
+            samples = case["facts"].get("samples_per_step")
+            assert samples in (None, found.config.schedule.global_batch_size), case["id"]
 
 
 def test_programs_with_other_losses_are_named(tmp_path: Path) -> None:
