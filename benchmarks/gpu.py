@@ -4,6 +4,7 @@
     python benchmarks/gpu.py references --data FOLDER       before, without the accelerator
     python benchmarks/gpu.py first --budget 480 --data FOLDER --output results.jsonl
     python benchmarks/gpu.py second --budget 230 --output results.jsonl
+    python benchmarks/gpu.py certificate --output benchmarks/certificates/NAME.json
     python benchmarks/gpu.py COMMAND [--size SIZE] [--cases NAME ...] [--output FILE]
 
 Every finished case is one JSON line at the end of the output file, at once. Once the budget is
@@ -32,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.accelerator import smoke, train
+from benchmarks.accelerator import certificate, smoke, train
 from benchmarks.accelerator.models import PEAK_TFLOPS, SIZES
 from benchmarks.accelerator.processes import RUN_S, Row, budget, run
 from benchmarks.common import this_machine, versions
@@ -100,6 +101,8 @@ SECOND = (
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
+    if options.output is None and options.command == "certificate":
+        parser.error("certificate needs --output FILE")
     if options.data is None and options.command in ("references", "first"):
         parser.error(f"{options.command} needs --data FOLDER")
     budget.start(options.budget)
@@ -110,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         skipped = row.get("skipped")
         text = command.lines(row) if skipped is None else (f"{row['name']}: skipped, {skipped}",)
         print("\n".join(text), flush=True)
-        if options.output is not None:
+        if options.output is not None and options.command != "certificate":
             _append(options.output, {"command": options.command, **row})
         status = max(status, row.get("exit_status", int(not row.get("passed", True))))
     print(f"{options.command}: {time.perf_counter() - begin:.0f} s")
@@ -143,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro-batch", type=int, metavar="N", help="train: its only micro-batch")
     add("--trace", type=Path, metavar="FILE", help="train: a Chrome trace of a step (JSON)")
     add("--peak-tflops", type=float, default=PEAK_TFLOPS, metavar="X", help="dense bf16 rate")
+    add("--ranks", type=int, metavar="N", help="certificate: devices (default: all)")
     add("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of our commands")
     return parser
 
@@ -171,6 +175,25 @@ def _measured(options: argparse.Namespace) -> Row:
         if about:
             return about[-1]
     return device.measured(_rows(options))
+
+
+def _certificate(options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.accelerator import device
+    from megatron_ds.launch.device import visible_devices
+
+    found = device.measured(_rows(options))
+    if "bf16_tflops" not in found:
+        yield {"name": "rates of the device", "passed": False}
+        return
+    names = ("bf16_tflops", "copy_tb_s", "memory_gib")
+    about = {
+        "device": device.name(),
+        "versions": versions(PACKAGES),
+        "rates": {name: found[name] for name in names if name in found},
+    }
+    ranks = options.ranks or visible_devices() or 1
+    tiny = options.size.startswith(TINY)
+    yield from certificate.measure(options.output.resolve(), ranks, about, tiny=tiny)
 
 
 def _references(options: argparse.Namespace) -> Iterator[Row]:
@@ -354,6 +377,9 @@ COMMANDS = {
     ),
     "second": Command(
         lambda options: _stages(SECOND, options), _stage_lines, "larger models, generation, tests"
+    ),
+    "certificate": Command(
+        _certificate, certificate.lines, "collectives, layouts, rates and speeds, in one JSON file"
     ),
     "about": Command(_about, _about_lines, "versions and measured rates of the device"),
     "smoke": Command(_smoke, smoke.lines, "runs of every feature, compared with the CPU"),

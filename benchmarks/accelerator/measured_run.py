@@ -8,6 +8,7 @@ Writes the meter's figures to REPORT. TRACE is a file for the profile of a step,
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def main() -> None:
 
     def run(self: Trainer) -> Any:
         code = train(self)
-        write_json(Path(report), meters[0].report())
+        if os.environ.get("RANK", "0") == "0":
+            write_json(Path(report), meters[0].report())
         return code
 
     for name, function in (("_step", step), ("run", run)):

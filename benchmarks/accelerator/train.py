@@ -77,7 +77,7 @@ def measure(
         for name in names:
             row: Row = {"size": size_name, "name": name}
             if name in OURS or shape.is_gpt2:
-                row |= _largest_that_fits(programs[name], shape, folder, how.device_gib)
+                row |= largest_that_fits(programs[name], shape, folder, how.device_gib)
             else:
                 row["skipped"] = "the bare loops train GPT-2 only"
             yield row | _rates(row, shape, how)
@@ -135,7 +135,7 @@ def kernel_lines(row: Row) -> Iterator[str]:
         yield f"{kernel['ms']:10.3f} ms {kernel['calls']:6} x {kernel['name'][:100]}"
 
 
-def _largest_that_fits(program: Program, size: GptSize, folder: Path, device_gib: float) -> Row:
+def largest_that_fits(program: Program, size: GptSize, folder: Path, device_gib: float) -> Row:
     """Figures with the first micro-batch size that fits into the device's memory."""
     row: Row = {}
     for micro_batch in size.micro_batches_for(device_gib):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.accelerator import certificate, collectives
 from benchmarks.accelerator.processes import Outcome, run
 from benchmarks.gpu import CANARY_FAILED, FIRST
 
@@ -121,3 +122,19 @@ def test_nothing_starts_when_the_budget_is_used(tmp_path: Path) -> None:
     assert done.status == 1
     assert done.seconds < 60
     assert "time limit" in read(output)[0]["output"]
+
+
+def test_a_certificate_of_two_ranks_is_accepted(tmp_path: Path) -> None:
+    """Its collectives, layouts and speeds; the second time, nothing is measured again."""
+    output = tmp_path / "certificate.json"
+    done = start("certificate", "--ranks", 2, "--output", output)
+    assert done.status == 0, done.output
+    values = json.loads(output.read_text(encoding="utf-8"))
+    assert certificate.problems(values) == []
+    operations = {row["operation"] for row in values["collectives"]}
+    assert operations == {*collectives.OPERATIONS}
+    assert {row["name"] for row in values["layouts"]} == certificate.layouts(2).keys()
+    assert [row["size"] for row in values["speeds"]] == list(certificate.TINY_SIZES)
+    again = start("certificate", "--ranks", 2, "--output", output)
+    assert again.status == 0, again.output
+    assert "passed" not in again.output

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from benchmarks import public_runs
+from benchmarks.accelerator import certificate
+from benchmarks.accelerator.models import SIZES
+from benchmarks.accelerator.processes import read_json
 from benchmarks.public_runs import Run
+from megatron_ds.planning.hardware import HARDWARE
 from tests.pages.flags import REPOSITORY, markdown_table
 
 OUTPUT = REPOSITORY / "docs" / "running" / "measured.md"
 BEGIN = "<!-- begin: generated {} -->\n"
 END = "<!-- end -->\n"
 COLUMNS = ("run", "devices", "layout", "planned", "known", "planned / known", "half")
+RANKS = 8
+PREDICTED = ("h100", "h200", "a100")
+"""Devices whose speeds are predicted before anybody has measured them."""
 SHORT = {
     "zero-stage": "ZeRO",
     "tensor-model-parallel-size": "TP",
@@ -26,7 +33,13 @@ SHORT = {
 def page() -> str:
     """The page with its tables."""
     text = OUTPUT.read_text(encoding="utf-8")
-    for name, table in {"errors": _errors(), "runs": _runs(), "unjudged": _unjudged()}.items():
+    tables = {
+        "errors": _errors(),
+        "runs": _runs(),
+        "unjudged": _unjudged(),
+        "certificates": _certificates(),
+    }
+    for name, table in tables.items():
         head, begin, rest = text.partition(BEGIN.format(name))
         text = head + begin + table + END + rest.partition(END)[2]
     return text
@@ -65,6 +78,44 @@ def _unjudged() -> str:
         if run.reason
     ]
     return markdown_table((*COLUMNS[:-1], "why it is not judged"), rows)
+
+
+def _certificates() -> str:
+    """Predicted speeds of eight devices, and the measured ones of the files."""
+    files = [read_json(path) for path in sorted(certificate.FOLDER.glob("*.json"))]
+    rows = []
+    for kind in PREDICTED:
+        for name in certificate.MEASURED:
+            size = SIZES[name]
+            device = HARDWARE[kind]
+            micro_batch = size.micro_batches_for(device.memory / 2**30)[0]
+            plan = certificate.planned(size, RANKS, micro_batch, device)
+            measured = [
+                speed["tokens_per_second"]
+                for values in files
+                if certificate.hardware_of(values["device"]) == device and values["ranks"] == RANKS
+                for speed in values["speeds"]
+                if (speed["size"], speed["micro_batch"]) == (name, micro_batch)
+            ]
+            known = ", ".join(f"{rate:,.0f}" for rate in measured) or "none yet"
+            speed = f"{plan.tokens_per_second:,.0f}"
+            rows.append((f"{RANKS} {kind}", name, str(micro_batch), speed, known))
+    head = ("devices", "size", "micro-batch", "predicted tokens/s", "measured")
+    others = [
+        (
+            f"{values['ranks']} {values['device']}",
+            speed["size"],
+            str(speed["micro_batch"]),
+            f"{speed['tokens_per_second']:,.0f}",
+            f"{speed['planned'] or 0:,.0f}",
+            f"{speed['planned_after']:,.0f}",
+        )
+        for values in files
+        for speed in values["speeds"]
+    ]
+    titles = ("devices", "size", "micro-batch", "tokens/s", "planned", "with its rates")
+    found = markdown_table(titles, others) if others else "No file has been added yet.\n"
+    return f"{markdown_table(head, rows)}\n{found}"
 
 
 def _cells(run: Run) -> tuple[str, ...]:
