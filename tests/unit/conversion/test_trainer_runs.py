@@ -100,10 +100,23 @@ BAD: dict[str, tuple[Callable[[State, Callable[[str], str]], Any], str]] = {
 def test_incomplete_states_are_refused_by_name(trainer: str, bad: str, tmp_path: Path) -> None:
     change, code = BAD[bad]
     WRITERS[trainer](trained(), tmp_path, change=lambda state: change(*state_of(state, trainer)))
-    with raises_problem(code):
+    name = STATES[trainer][1].removeprefix("state.").removesuffix(".")
+    with raises_problem(code, contains="max_exp_avg_sq" if bad == "amsgrad" else name):
         opened(trainer, tmp_path)
     assert opened(trainer, tmp_path, optimizer=False, run=True).iteration == 3
     assert opened(trainer, tmp_path, optimizer=False).run is None
+
+
+def test_the_states_of_a_tied_table_may_have_the_name_of_the_output_layer(tmp_path: Path) -> None:
+    def change(state: State) -> None:
+        entry = state["optimizer"]
+        for name in [name for name in entry if ".tok_embeddings." in name]:
+            entry[name.replace(".tok_embeddings.", ".lm_head.")] = entry.pop(name)
+
+    source = trained(dataclasses.replace(MODEL, untie_embeddings_and_output_weights=False))
+    write_torchtitan(source, tmp_path, change=change)
+    moment = opened("torchtitan", tmp_path).optimizer["exp_avg"]["embedding.word.weight"]
+    assert torch.equal(moment.read(), source.optimizer["exp_avg"]["embedding.word.weight"].read())
 
 
 def only(key: str) -> Callable[[State], None]:

@@ -63,7 +63,7 @@ def notes(trainer: str, folder: Path, flags: dict[str, Any]) -> list[Problem]:
 def test_a_run_takes_over_what_is_not_given(trainer: str, tmp_path: Path) -> None:
     """Claim (checkpoints): a run that torchtitan or OLMo-core began goes on at its iteration with
     its optimizer's settings, the weight decay of single weights included, unless flags are given"""
-    WRITERS[trainer](trained(), tmp_path)
+    WRITERS[trainer](trained(), tmp_path, steps=4)
     flags = CONSTANT if trainer == "torchtitan" else OLMO
     config, plan, problems, warnings = planned(trainer, tmp_path, flags)
     assert problems == []
@@ -79,7 +79,8 @@ def test_a_run_takes_over_what_is_not_given(trainer: str, tmp_path: Path) -> Non
         assert (options.clip_grad, config.schedule.global_batch_size) == (0.5, 4)
     start = InitialLoad.of(plan.imported, config)
     state = start.state
-    assert (state.iteration, state.consumed_samples, start.optimizer_steps) == (3, 12, 3)
+    assert (state.iteration, state.consumed_samples, start.optimizer_steps) == (3, 12, 4)
+    assert (state.applied_iterations, state.skipped_iterations) == (3, 0)
     assert (state.applied_samples, state.consumed_tokens) == (12, 12 * 32)
     assert set(start.state_names("final_norm.weight")) == {"exp_avg", "exp_avg_sq"}
 
@@ -122,6 +123,16 @@ def test_settings_that_change_the_steps_are_refused_by_name(name: str, tmp_path:
     flags, expected = SETTINGS[name]
     write_torchtitan(trained(), tmp_path)
     assert conflicts("torchtitan", tmp_path, CONSTANT | flags) == expected
+
+
+@pytest.mark.parametrize(("trainer", "applied"), [("torchtitan", 12), ("olmo_core", 8)])
+def test_the_rate_is_that_of_the_step_that_the_files_have(
+    trainer: str, applied: int, tmp_path: Path
+) -> None:
+    """The next step of torchtitan, and the last one of OLMo-core."""
+    WRITERS[trainer](trained(), tmp_path, lr=1e-2 * (1 - applied / 80))
+    flags = (CONSTANT if trainer == "torchtitan" else OLMO) | {"lr_decay_style": "linear"}
+    assert conflicts(trainer, tmp_path, flags) == []
 
 
 def test_clipping_of_the_recorded_settings_is_not_changed_silently(tmp_path: Path) -> None:
