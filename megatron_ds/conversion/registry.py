@@ -84,15 +84,20 @@ def _is_of(name: str) -> Callable[[Path], bool]:
     return matches
 
 
+def _is_neox(path: Path) -> bool:
+    """Whether a folder has a checkpoint of gpt-neox; its folders have the names of native ones."""
+    return detect_trainer(path, "neox") is not None
+
+
 FORMATS = (
     # Some have a file that is a mark of torch_dist.
     Format("torchtitan", _is_of("torchtitan"), open_torchtitan, verify_tensors, write_torchtitan),
     Format("olmo_core", _is_of("olmo_core"), open_olmo_core, verify_tensors, write_olmo_core),
     Format("nanotron", _is_of("nanotron"), open_nanotron, verify_tensors),
     Format("litgpt", _is_of("litgpt"), open_litgpt, verify_tensors, write_litgpt),
+    Format("neox", _is_neox, open_neox, verify_tensors),
     # Megatron-DeepSpeed's folders have the names of native ones.
     Format("megatron", has_kind(LEGACY, DEEPSPEED), open_megatron, verify_tensors, write_megatron),
-    Format("neox", has_kind(DEEPSPEED), open_neox, verify_tensors),
     Format("torch_dist", has_kind(TORCH_DIST), open_megatron, verify_tensors, write_torch_dist),
     Format("universal", is_own_universal, open_universal, verify_save_folder, write_universal),
     Format("universal", has_kind(UNIVERSAL), open_megatron, verify_tensors),

@@ -1,4 +1,4 @@
-"""Checkpoints that nanotron's own classes and functions wrote on the CPU."""
+"""Checkpoints that nanotron's own classes and functions wrote on the CPU, in several layouts."""
 
 from __future__ import annotations
 
@@ -12,65 +12,71 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_ds.conversion.registry import open_source
+from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from tests.fork_server import REPOSITORY
 from tests.unit.conversion.models import logits_of
 
 pytestmark = pytest.mark.interop
 
 PACKAGES = REPOSITORY / "build" / "trainers"
-PROGRAM = Path(__file__).with_name("nanotron_program.py")
-MODEL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 60,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-5,
+PROGRAM = Path(__file__).with_name("nanotron_run.py")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "TP 2 x DP 2, ZeRO 1": {"tp": 2, "dp": 2, "zero": 1},
+    "tied": {"tp": 2, "model": {"tie_word_embeddings": True, "num_key_value_heads": 4}},
 }
-RUNS: dict[str, dict[str, Any]] = {
-    "one process": {"tp": 1},
-    "TP 2": {"tp": 2},
-    "TP 2 x DP 2, ZeRO 1, tied, all heads": {
-        "tp": 2,
-        "dp": 2,
-        "zero": 1,
-        "settings": {"tie_word_embeddings": True, "num_key_value_heads": 4},
-    },
-}
+OPTIONS = ReadOptions(optimizer=True, run=True)
 
 
-def write_samples(path: Path) -> Tensor:
-    """Samples [24, 17] of six steps."""
-    samples = numpy.random.default_rng(0).integers(1, 60, (24, 17))
-    numpy.save(path, samples)
-    return torch.from_numpy(samples)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_logits_are_those_of_nanotron(name: str, tmp_path: Path) -> None:
-    """Claim (conversion): checkpoints that nanotron's own model wrote after six steps, with one and
-    two tensor-parallel ranks, have its logits to 1e-5; torch computes in place of flash-attn's
-    kernels, which need a GPU (`make test-interop`)"""
-    samples = write_samples(tmp_path / "samples.npy")
-    options = dict(RUNS[name])
-    settings = MODEL | options.pop("settings", {})
-    folder = tmp_path / "run"
-    spec = {
-        "folder": str(folder), "tokens": str(tmp_path / "samples.npy"), "settings": settings,
-        "batch": 4, "steps": [3, 6], "zero": 0, **options,
-    }  # fmt: skip
-    file = tmp_path / "spec.json"
-    file.write_text(json.dumps(spec))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of runs of three steps."""
+    folder = tmp_path_factory.mktemp("nanotron")
+    samples = numpy.random.default_rng(0).integers(1, 120, (12, 17))
+    numpy.savez(folder / "samples.npz", tokens=samples)
     paths = os.pathsep.join((str(PACKAGES), str(REPOSITORY)))
-    command = [sys.executable, str(PROGRAM), str(file)]
-    subprocess.run(command, check=True, timeout=300, env={**os.environ, "PYTHONPATH": paths})
-    with numpy.load(folder / "results.npz") as results:
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    for name, layout in LAYOUTS.items():
+        words = [folder / "samples.npz", folder / name, "3", json.dumps(layout)]
+        (folder / name).mkdir()
+        command = [sys.executable, PROGRAM, *words]
+        subprocess.run(command, check=True, timeout=600, env=environment)
+    return {name: folder / name for name in LAYOUTS}
+
+
+def opened(folder: Path) -> SourceCheckpoint:
+    source = open_source(folder, options=OPTIONS)
+    assert (source.format, source.path) == ("nanotron", folder / "3")
+    return source
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_are_those_of_nanotron(name: str, runs: dict[str, Path]) -> None:
+    """Claim (conversion): checkpoints that nanotron's own model wrote, of one and of two
+    tensor-parallel ranks, have its logits to 1e-5; torch computes in place of flash-attn's kernels,
+    which need a GPU (`make test-interop`)"""
+    with numpy.load(runs[name].parent / "samples.npz") as arrays:
+        tokens = torch.from_numpy(arrays["tokens"])[:2, :-1]
+    with numpy.load(runs[name] / "results.npz") as results:
         expected = torch.from_numpy(results["logits"])
-    source = open_source(folder)
-    assert (source.format, source.path) == ("nanotron", folder / "6")
-    assert (logits_of(source, samples[:2, :-1]) - expected).abs().max() < 1e-5
+    assert (logits_of(opened(runs[name]), tokens) - expected).abs().max() < 1e-5
+
+
+def test_states_that_ranks_and_replicas_divide_are_those_of_one_process(
+    runs: dict[str, Path],
+) -> None:
+    """Claim (checkpoints): Adam's states that nanotron's ZeRO 1 divides over two replicas of two
+    tensor-parallel ranks are those of its run in one process (`make test-interop`)"""
+    one = opened(runs["one process"])
+    divided = opened(runs["TP 2 x DP 2, ZeRO 1"])
+    for source in (one, divided):
+        run = source.run
+        assert run is not None
+        assert (run.iteration, run.consumed_samples, run.steps) == (3, 12, 3)
+    for key, states in one.optimizer.items():
+        for name, tensor in states.items():
+            value = tensor.read()
+            difference = (divided.optimizer[key][name].read() - value).abs().max()
+            assert difference <= 1e-4 * value.abs().max(), (key, name)

@@ -28,7 +28,7 @@ OLMO_CORE_STATES = "model_and_optim"
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = f"{SAFETENSORS}.index.json"
 TABLE_OF_TRANSFORMERS = "model.embed_tokens.weight"
-STEP = re.compile(r"(?:step-?)?(\d+)")
+STEP = re.compile(r"(?:(?:global_)?step-?)?(\d+)")
 """Names of the folders of steps."""
 LAYER_OF_TORCHTITAN = re.compile(r"layers\.\d+\.(attention|feed_forward|moe)\..+")
 LAYER_OF_OLMO_CORE = re.compile(r"model\.blocks\.\d+\..+")
@@ -130,8 +130,9 @@ def _nanotron(contents: FolderContents, is_named: bool) -> Path | None:
 
 
 def _neox(contents: FolderContents, is_named: bool) -> Path | None:
-    """Files of DeepSpeed with the settings of gpt-neox, which `megatron` reads without the name."""
-    checkpoint = detect_megatron(contents.path) if is_named else None
+    """Files of DeepSpeed with the settings of gpt-neox, without which they are Megatron's."""
+    del is_named
+    checkpoint = detect_megatron(contents.path)
     if checkpoint is None or not any((checkpoint.path / "configs").glob("*.yml")):
         return None
     return checkpoint.path / "configs"

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_ds.config.problems import Problem, user_error
@@ -32,7 +33,12 @@ from megatron_ds.conversion.megatron.names import (
     joined_shape,
 )
 from megatron_ds.conversion.megatron.optimizer import has_coupled_decay
-from megatron_ds.conversion.megatron.rank_files import Shards, read_deepspeed, read_legacy
+from megatron_ds.conversion.megatron.rank_files import (
+    MegatronContents,
+    Shards,
+    read_deepspeed,
+    read_legacy,
+)
 from megatron_ds.conversion.megatron.torch_dist import read_torch_dist
 from megatron_ds.conversion.megatron.universal import read_universal
 from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
@@ -53,6 +59,15 @@ READERS = {
     UNIVERSAL: read_universal,
 }
 """Kind of checkpoint -> reader of its tensors."""
+
+
+SUMMED = ("attention.proj.bias", "mlp.fc_out.bias")
+"""Biases of gpt-neox's parallel attention and MLP, which each tensor-parallel rank adds before the
+sum over ranks: its model has the sum of the copies."""
+STEPPED_APART = (
+    "each tensor-parallel rank of gpt-neox steps a copy of the biases after attention and MLP, the "
+    "sum of which is one bias here"
+)
 
 
 def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
@@ -88,9 +103,13 @@ def _open(checkpoint: MegatronCheckpoint, flags: Mapping[str, Any]) -> SourceChe
     else:
         orders = megatron_args.row_orders(options, args, state.get("checkpoint_version"))
     tensors = _canonical(checkpoint.path, weights.shards, orders, options)
+    unread = weights.unread
+    if is_neox and args.get("parallel_residual"):
+        tensors, unread = _with_sums(weights, tensors, options)
     optimizer = {
         key: _canonical(checkpoint.path, shards, orders, options)
         for key, shards in weights.optimizer.items()
+        if unread != STEPPED_APART
     }
     table = tensors.get(VOCABULARY_TABLES[0])
     vocab_size = megatron_args.true_vocab_size(state, args)
@@ -107,7 +126,6 @@ def _open(checkpoint: MegatronCheckpoint, flags: Mapping[str, Any]) -> SourceChe
     is_coupled = bool(optimizer) and has_coupled_decay(state)
     coupled = [Problem("foreign-decay-coupled", path=checkpoint.path)] if is_coupled else []
     scheduler = state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
-    scheduled = scheduler.get("num_steps")
     known = {name: args[name] for name in ADAM_SETTINGS if args.get(name) is not None}
     return SourceCheckpoint(
         checkpoint.path,
@@ -115,12 +133,12 @@ def _open(checkpoint: MegatronCheckpoint, flags: Mapping[str, Any]) -> SourceChe
         dataclasses.replace(described, may_have_padding=vocab_size is None),
         tensors,
         optimizer=optimizer,
-        unread=weights.unread,
+        unread=unread,
         notes=(*megatron_args.notes(args, settings), *coupled),
         run=SavedRun(
             int(state.get("iteration", state.get("total_iters")) or 0),
-            args.get("consumed_train_samples"),
-            None if scheduled is None else int(scheduled),
+            state.get("global_samples") if is_neox else args.get("consumed_train_samples"),
+            int(scheduler["num_steps"]) if "num_steps" in scheduler else None,
             weights.steps,
             (state.get("checkpoint_info") or {}).get("softmax_vocab_size"),
             arguments={**known, "optimizer": "adam"},
@@ -150,6 +168,23 @@ def _canonical(
     if count != expected or layers != {str(layer) for layer in range(len(layers))}:
         raise user_error("megatron-layers-missing", path=path, found=count, expected=expected)
     return tensors
+
+
+def _with_sums(
+    weights: MegatronContents, tensors: Mapping[str, TensorReader], settings: Mapping[str, Any]
+) -> tuple[dict[str, TensorReader], str]:
+    """The tensors with sums of ranks' biases, and why the optimizer's states are not read then."""
+    summed = {}
+    for foreign, shards in weights.shards.items():
+        name = canonical_name(foreign, settings.get("num_layers") or 0)
+        if name is not None and name.endswith(SUMMED) and len(shards) > 1:
+            load = partial(_sum, shards)
+            summed[name] = TensorReader.full(shards[0].shape, shards[0].dtype, load)
+    return {**tensors, **summed}, STEPPED_APART if summed else weights.unread
+
+
+def _sum(shards: list[TensorReader]) -> Tensor:
+    return torch.stack([shard.read() for shard in shards]).sum(0)
 
 
 def _joined(path: Path, name: str, shards: list[TensorReader], orders: RowOrders) -> TensorReader:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,8 @@ WEIGHTS = "weights"
 BUFFERS = "distrib_optim.pt"
 """File of Megatron's distributed optimizer, in the folder of the weights."""
 NORM_KEYS = {"weight", "bias", "scale"}
+SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
+"""Names of gpt-neox without the pipeline engine."""
 
 Shards = dict[str, list[TensorReader]]
 """One tensor per tensor-parallel rank, by Megatron's name, with layers counted over the complete
@@ -153,13 +155,29 @@ def read_deepspeed(folder: Path) -> MegatronContents:
         return _zero3_files(folder, zero3, state)
     files = {(0, *rank, 0): path for rank, path in states.items()}
     _, ranks, _ = _sizes(folder, files)
+    rename = _without_pipeline([name for name, _ in _flatten(first["module"])])
     shards: Shards = defaultdict(list)
     for rank in range(ranks):
         module = first["module"] if rank == 0 else read_state_dict(files[0, rank, 0])["module"]
         for name, tensor in _flatten(module):
-            shards[PREFIX.sub("", name)].append(TensorReader.of(tensor))
-    saved = read_states(folder, shards, lambda name: PREFIX.sub("", name), read_state_dict)
+            shards[rename(name)].append(TensorReader.of(tensor))
+    saved = read_states(folder, shards, rename, read_state_dict)
     return MegatronContents(state, _complete(folder, shards, ranks), *saved)
+
+
+def _without_pipeline(names: Sequence[str]) -> Callable[[str], str]:
+    """What gives a weight's name in the complete model, of its name without the pipeline engine.
+
+    gpt-neox numbers the layers of its pipeline even so: `sequential.2.attention.dense.weight`.
+    """
+    layers: dict[int, set[str]] = defaultdict(set)
+    for name in names:
+        if match := SEQUENTIAL.fullmatch(name):
+            layers[int(match[1])].add(match[2])
+    if not layers:
+        return lambda name: PREFIX.sub("", name)
+    prefixes = layer_prefixes(layers)
+    return lambda name: pipeline_name(prefixes, name.removeprefix("sequential."))
 
 
 def pipeline_name(prefixes: Mapping[int, str], name: str) -> str:

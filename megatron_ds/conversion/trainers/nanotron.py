@@ -26,6 +26,7 @@ from megatron_ds.conversion.trainers.open_model import (
     padded_rows,
     settings_of,
 )
+from megatron_ds.conversion.trainers.runs.nanotron import with_nanotron_run
 
 NAME = "nanotron"
 BIAS = "model.decoder.0.pp_block.attn.qkv_proj.bias"
@@ -66,20 +67,21 @@ NAMES = TrainerNames(
 
 
 def open_nanotron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
-    """Opens the model of a folder, or of the step that its latest.txt names.
+    """Opens the model of a folder, or of its last step, and its run.
 
     Raises:
         UserError: If files are missing or damaged, or the model has parts that ours lacks.
     """
-    del options
     checkpoint = detect_trainer(path, NAME)
     folder = path if checkpoint is None else checkpoint.path
     file = file_in(folder, NANOTRON_SETTINGS)
-    theirs = {name: tensor.weight for name, tensor in read_tensors(folder).items()}
+    sharded = read_tensors(folder)
+    theirs = {name: tensor.weight for name, tensor in sharded.items()}
     config = ConfigValues(file, {k: v for k, v in read_json_object(file).items() if v is not None})
     settings = settings_of(config, lambda values: _fields(values, BIAS in theirs), IGNORED)
     source = open_model(folder, NAME, padded_rows(settings), theirs, NAMES)
-    return dataclasses.replace(source, settings=settings)
+    source = dataclasses.replace(source, settings=settings)
+    return with_nanotron_run(source, sharded, NAMES, options)
 
 
 def _fields(config: ConfigValues, has_bias: bool) -> Fields:

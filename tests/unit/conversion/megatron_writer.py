@@ -627,6 +627,10 @@ def _stage(
     return result
 
 
+SUMMED = ("attention.proj.bias", "mlp.fc_out.bias")
+"""Biases that gpt-neox adds on each tensor-parallel rank before the sum over ranks."""
+
+
 def _layers(to: _Target, shards: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """The contents of the files by number: bigscience's fork counts two functions more."""
     is_bigscience = to.layout.files.startswith("bigscience")
@@ -638,7 +642,8 @@ def _layers(to: _Target, shards: Mapping[str, Tensor]) -> dict[int, dict[str, Te
         layer, inner = _spelled(to, name)
         kind = name.rpartition(".")[2]
         if layer is not None:
-            files[first + layer][inner] = shard
+            is_summed = is_neox and to.config.parallel_residual and name.endswith(SUMMED)
+            files[first + layer][inner] = shard / to.layout.tp if is_summed else shard
         elif name.startswith("final_norm."):
             files[last][f"norm.{kind}" if is_neox else kind] = shard
         elif name == "head.weight":

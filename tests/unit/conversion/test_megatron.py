@@ -502,9 +502,10 @@ def test_a_part_of_neox_that_the_model_lacks_is_named(
 
 def test_neox_has_a_name_of_its_own(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(files="neox pipeline"))
-    named = open_source(folder, "neox")
+    named = open_source(folder, "megatron")
     recognized = open_source(folder)
-    assert (named.format, recognized.format) == ("neox", "megatron-deepspeed")
+    assert (named.format, recognized.format) == ("megatron-deepspeed", "neox")
+    assert open_source(folder, "neox").format == "neox"
     assert named.settings == recognized.settings
     for name, tensor in recognized.tensors.items():
         assert torch.equal(named.tensors[name].read(), tensor.read())

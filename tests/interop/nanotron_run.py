@@ -1,15 +1,12 @@
-"""Trains a tiny Llama with nanotron's own model, optimizer and files, on the CPU.
-
-    PYTHONPATH=build/trainers:. python tests/interop/nanotron_program.py SPEC.json
+"""A run of nanotron on the CPU: python nanotron_run.py SAMPLES FOLDER STEPS [OPTIONS]
 
 nanotron runs on GPUs only. What it imports of flash-attn, whose kernels need one, is computed by
 torch here: attention of each sequence, the rotation of neighbors, and RMSNorm. Everything else is
-nanotron's: the modules and their shards, the loss, AdamW by names, the schedule, and the functions
-that write a checkpoint.
+nanotron's: the modules and their shards, the loss, clipping, AdamW by names, the schedule, and the
+functions that write a checkpoint. The initial weights are the same in every layout.
 
-SPEC has `folder`, `tp`, `zero`, `steps` (the steps after which a checkpoint is written), `tokens`
-(a file of numpy with the samples [N, S + 1] of all steps), `batch` (samples of a step) and
-`settings` (fields of its LlamaConfig). Losses and logits are in FOLDER/results.npz.
+OPTIONS is JSON with `tp`, `dp`, `zero` and fields of nanotron's LlamaConfig as `model`. The last
+logits are in FOLDER/results.npz.
 """
 
 from __future__ import annotations
@@ -22,31 +19,51 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import zlib
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+MODEL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+}
+BATCH = 4
+SAVED = 3
+"""Steps between checkpoints."""
+CLIP = 0.1
 OPTIMIZER: dict[str, Any] = {
+    "zero_stage": 0,
     "weight_decay": 0.1,
+    "clip_grad": CLIP,
+    "accumulate_grad_in_fp32": False,
     "adam_eps": 1e-8,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
+    "torch_adam_is_fused": False,
 }
 SCHEDULE: dict[str, Any] = {
-    "learning_rate": 0.01,
+    "learning_rate": 3e-3,
     "lr_warmup_steps": 2,
     "lr_warmup_style": "linear",
     "lr_decay_style": "cosine",
-    "lr_decay_steps": 8,
+    "lr_decay_steps": 18,
     "lr_decay_starting_step": None,
-    "min_decay_lr": 0.001,
+    "min_decay_lr": 3e-4,
 }
 
 
@@ -151,7 +168,17 @@ def break_circle() -> None:
     sys.modules["nanotron"].logging = module
 
 
-def build(spec: dict[str, Any], context: Any) -> tuple[Any, Any, Any]:
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the run is distributed, and its model."""
+
+    tp: int = 1
+    dp: int = 1
+    zero: int = 0
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def build(layout: Layout, context: Any) -> tuple[Any, Any, Any]:
     """The model with random weights, its optimizer and the schedule."""
     from nanotron.config import LlamaConfig, ParallelismArgs
     from nanotron.config.config import LRSchedulerArgs, OptimizerArgs
@@ -160,38 +187,42 @@ def build(spec: dict[str, Any], context: Any) -> tuple[Any, Any, Any]:
     from nanotron.models.llama import LlamaForTraining
     from nanotron.trainer import mark_tied_parameters
 
-    parallel = ParallelismArgs(dp=context.dp_pg.size(), pp=1, tp=spec["tp"])
-    config = LlamaConfig(**spec["settings"])
+    parallel = ParallelismArgs(dp=layout.dp, pp=1, tp=layout.tp)
+    config = LlamaConfig(**{**MODEL, **layout.model})
     model = build_model(
-        lambda: LlamaForTraining(config, context, parallel), context, torch.float32,
+        lambda: LlamaForTraining(config, context, parallel),
+        context,
+        torch.float32,
         device=torch.device("cpu"),
-    )  # fmt: skip
-    mark_tied_parameters(model=model, parallel_context=context, parallel_config=parallel)
-    shared = SimpleNamespace(init_method=SimpleNamespace(std=0.3), model_config=config)
-    torch.manual_seed(dist.get_rank(context.tp_pg))
-    model.init_model_randomly(config=SimpleNamespace(model=shared))
-    with torch.no_grad():  # norms differ from one, the same on all ranks
-        generator = torch.Generator().manual_seed(5)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    rates = LRSchedulerArgs(**SCHEDULE)
-    args = OptimizerArgs(
-        zero_stage=spec["zero"],
-        clip_grad=None,
-        accumulate_grad_in_fp32=False,
-        torch_adam_is_fused=False,
-        learning_rate_scheduler=rates,
-        **OPTIMIZER,
     )
+    mark_tied_parameters(model=model, parallel_context=context, parallel_config=parallel)
+    for name, parameter in model.named_parameters():
+        initialize(name, parameter)
+    rates = LRSchedulerArgs(**SCHEDULE)
+    options = {**OPTIMIZER, "zero_stage": layout.zero}
+    args = OptimizerArgs(**options, learning_rate_scheduler=rates)
     optimizer, _ = init_optimizer_and_grad_accumulator(model, args, context)
-    return model, optimizer, lr_scheduler_builder(optimizer, rates, 10)
+    return model, optimizer, lr_scheduler_builder(optimizer, rates, 20)
 
 
-def write(folder: Path, step: int, spec: dict[str, Any], parts: Any, context: Any) -> None:
+@torch.no_grad()
+def initialize(name: str, parameter: Any) -> None:
+    """This rank's shard of a random tensor that depends on the name alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if not parameter.is_sharded:
+        parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        return
+    info = parameter.get_sharded_info()
+    full = 0.3 * torch.randn([int(size) for size in info.unsharded_shape], generator=generator)
+    for pair in info.local_global_slices_pairs:
+        parameter[pair.local_slices] = full[pair.global_slices]
+
+
+def write(folder: Path, step: int, parts: Any, context: Any) -> None:
     """A checkpoint, by the functions that nanotron's trainer calls."""
-    from nanotron.serialize import save_lr_scheduler, save_optimizer, save_weights
+    from nanotron.serialize import save_lr_scheduler, save_optimizer
     from nanotron.serialize.metadata import save_meta
+    from nanotron.serialize.weights import save_weights
 
     model, optimizer, scheduler = parts
     root = folder / str(step)
@@ -199,11 +230,21 @@ def write(folder: Path, step: int, spec: dict[str, Any], parts: Any, context: An
     save_weights(model=model, parallel_context=context, root_folder=root)
     save_optimizer(optimizer=optimizer, parallel_context=context, root_folder=root)
     save_lr_scheduler(lr_scheduler=scheduler, parallel_context=context, root_folder=root)
-    metas = {"last_train_step": step, "consumed_train_samples": step * spec["batch"]}
+    metas = {"last_train_step": step, "consumed_train_samples": step * BATCH}
     save_meta(root_folder=root, parallel_context=context, checkpoint_metadata=metas)
+    replicas = context.dp_pg.size()
+    settings = {
+        "optimizer": {**OPTIMIZER, "learning_rate_scheduler": SCHEDULE},
+        "parallelism": {"dp": replicas},
+        "tokens": {
+            "batch_accumulation_per_replica": 1,
+            "micro_batch_size": BATCH // replicas,
+            "train_steps": 20,
+        },
+    }
     if dist.get_rank() == 0:
-        config = dataclasses.asdict(model.config)
-        (root / "model_config.json").write_text(json.dumps(config))
+        (root / "config.yaml").write_text(yaml.safe_dump(settings))
+        (root / "model_config.json").write_text(json.dumps(dataclasses.asdict(model.config)))
         (folder / "latest.txt").write_text(str(step))
     dist.barrier()
 
@@ -217,7 +258,44 @@ def logits_of(model: Any, tokens: Tensor, context: Any) -> Tensor:
     return torch.cat(shards, -1).transpose(0, 1)
 
 
-def run(rank: int, world: int, spec: dict[str, Any], store: str) -> None:
+def train(samples: Tensor, folder: Path, count: int, layout: Layout, context: Any) -> None:
+    """Trains, and writes checkpoints."""
+    parts = build(layout, context)  # whose imports must come first
+    from nanotron.optim.clip_grads import clip_grad_norm
+
+    model, optimizer, scheduler = parts
+    replicas = context.dp_pg.size()
+    log = []
+    for step in range(1, count + 1):
+        own = samples[(step - 1) * BATCH : step * BATCH][dist.get_rank(context.dp_pg) :: replicas]
+        mask = torch.ones_like(own[:, 1:], dtype=torch.bool)
+        loss = model(input_ids=own[:, :-1], input_mask=mask, label_ids=own[:, 1:], label_mask=mask)[
+            "loss"
+        ]
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=context.dp_pg)
+            parameter.grad /= replicas
+        named = [(name, weight) for name, weight in model.get_named_params_with_correct_tied()]
+        norm = clip_grad_norm(
+            mp_pg=context.mp_pg, named_parameters=named, grad_accumulator=None, max_norm=CLIP
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=context.dp_pg)
+        log.append({"step": step, "loss": float(total) / replicas, "norm": float(norm)})
+        if step % SAVED == 0:
+            write(folder, step, parts, context)
+    logits = logits_of(model, samples[:2, :-1], context)
+    if dist.get_rank() == 0:
+        numpy.savez(folder / "results.npz", logits=logits)
+        (folder / "log.json").write_text(json.dumps(log))
+
+
+def run(rank: int, words: list[str], layout: Layout, store: str) -> None:
+    world = layout.tp * layout.dp
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -225,49 +303,20 @@ def run(rank: int, world: int, spec: dict[str, Any], store: str) -> None:
         prepare()
         from nanotron.parallel import ParallelContext
 
-        context = ParallelContext(spec["tp"], 1, world // spec["tp"])
-        parts = build(spec, context)
-        model, optimizer, scheduler = parts
-        folder = Path(spec["folder"])
-        samples = torch.from_numpy(numpy.load(spec["tokens"])).long()
-        size = spec["batch"]
-        losses = []
-        if 0 in spec["steps"]:
-            write(folder, 0, spec, parts, context)
-        for step in range(max(spec["steps"])):
-            batch = samples[step * size : (step + 1) * size]
-            replicas = context.dp_pg.size()
-            own = batch[dist.get_rank(context.dp_pg) :: replicas]
-            mask = torch.ones_like(own[:, 1:], dtype=torch.bool)
-            loss = model(
-                input_ids=own[:, :-1], input_mask=mask, label_ids=own[:, 1:], label_mask=mask
-            )["loss"]
-            loss.backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=context.dp_pg)
-                parameter.grad /= replicas
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            total = loss.detach().clone()
-            dist.all_reduce(total, group=context.dp_pg)
-            losses.append(float(total) / replicas)
-            if step + 1 in spec["steps"]:
-                write(folder, step + 1, spec, parts, context)
-        logits = logits_of(model, samples[:2, :-1], context)
-        if rank == 0:
-            numpy.savez(folder / "results.npz", losses=losses, logits=logits)
+        samples = torch.from_numpy(numpy.load(words[0])["tokens"]).long()
+        context = ParallelContext(layout.tp, 1, layout.dp)
+        train(samples, Path(words[1]), int(words[2]), layout, context)
     dist.destroy_process_group()
 
 
 def main() -> int:
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    world = spec["tp"] * spec.get("dp", 1)
+    words = sys.argv[1:]
+    layout = Layout(**json.loads(words[3]) if len(words) > 3 else {})
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as store:
         ranks = [
-            context.Process(target=run, args=(rank, world, spec, f"{store}/store"))
-            for rank in range(world)
+            context.Process(target=run, args=(rank, words, layout, f"{store}/store"))
+            for rank in range(layout.tp * layout.dp)
         ]
         for process in ranks:
             process.start()
