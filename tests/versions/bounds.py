@@ -112,6 +112,13 @@ REASONS = {
     "transformers": "4.56.0 fails tests of conversion; those between were not tried",
 }
 """Package -> why its lower bound is not lower, as far as it was seen."""
+NOT_RUN = {
+    "torch 2.15": "the machines of these runs install none above 2.14.1",
+    "Python 3.14": "there was no interpreter with packages for it. That of Pyodide, 3.14.2, "
+    "compiles all files with warnings as errors, and imports the 264 modules that need no compiled "
+    "package",
+}
+"""What has not been tried -> why, and what is known of it."""
 FIND_VERSIONS = """
 import importlib.metadata, json, sys
 versions = {}
@@ -357,7 +364,9 @@ def passing_versions(package: str, runs: Mapping[str, Run]) -> set[str]:
 
 def page(runs: Mapping[str, Run]) -> str:
     """The text of docs/development/package_versions.md."""
-    return "".join([HEAD, *_environments(runs), *_packages(runs), *_reasons(), *_failures(runs)])
+    return "".join(
+        [HEAD, *_environments(runs), *_packages(runs), *_reasons(), *_not_run(), *_failures(runs)]
+    )
 
 
 def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
@@ -392,6 +401,12 @@ def _reasons() -> Iterator[str]:
     yield "\n## Lower bounds\n\nWhy these are not lower:\n\n"
     for package, reason in REASONS.items():
         yield textwrap.fill(f"- {package}: {reason}.", 120, subsequent_indent="  ") + "\n"
+
+
+def _not_run() -> Iterator[str]:
+    yield "\n## Not tried\n\n"
+    for name, reason in NOT_RUN.items():
+        yield textwrap.fill(f"- {name}: {reason}.", 120, subsequent_indent="  ") + "\n"
 
 
 def _failures(runs: Mapping[str, Run]) -> Iterator[str]:

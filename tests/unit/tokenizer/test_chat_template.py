@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
 
-from megatron_ds.tokenizer.chat_template import read_chat_template
+from megatron_ds.tokenizer.chat_template import encode_answers, read_chat_template
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer, pretrained_files
 from tests.import_graph import REPOSITORY
 from tests.problems import raises_problem
@@ -74,6 +76,19 @@ def test_conversations_have_the_text_of_transformers(name: str, tmp_path: Path) 
         # A copy of the tokenizer's files has all that is needed.
         copied = {file.name for file in pretrained_files(str(path), False)}
         assert copied >= FOLDERS[name].keys()
+
+
+def test_characters_without_a_token_do_not_extend_an_answer(tmp_path: Path) -> None:
+    """transformers marks all that follows such an answer; an answer without a token has no span."""
+    library = Library(models.WordLevel({"<|endoftext|>": 0, "a": 1, "b": 2}, "a"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_hf_tokenizer(str(tmp_path), False)
+    texts = ["b\na b \n b", "a", "a a"]
+    flat, spans = encode_answers(tokenizer, texts, [[(1, 6), (6, 7)], [], [(0, 2), (2, 3)]])
+    assert flat.ids.tolist() == [2, 1, 2, 2, 1, 1, 1]
+    assert flat.lengths.tolist() == [4, 1, 2]
+    assert spans.tolist() == [[1, 3], [5, 6], [6, 7]]
 
 
 def test_a_tokenizer_may_have_no_template(tmp_path: Path) -> None:
