@@ -306,6 +306,7 @@ def test_messages_are_answered(page: Page) -> None:
     assert site.sent == [{**wanted, **settings}]
     assert site.paths == ["v1/chat/completions"]
 
+    page.keyboard.press("Escape")  # the details cover the button
     page.get_by_role("button", name="Reply").click()
     page.locator("#prompt").fill("Why?")
     page.keyboard.press("Control+Enter")
