@@ -203,6 +203,7 @@ class Shell:
         targets = list[str]()
         last = ""
         text_line = line
+        has_input = False
         while (word := self.tokens.peek()) and (
             word not in JOINTS or (first == "[[" and last != "]]")
         ):
@@ -211,7 +212,8 @@ class Shell:
                 fields += [self.words.text(word)] * live
             elif REDIRECTION.match(word):
                 target = self.take()
-                if word.endswith(("<<", "<<-")):
+                has_input = has_input or word[-1] in "<-"
+                if word.endswith(("<<", "<<-")) and not word.endswith("<<<"):
                     text, text_line = self._document(target, word[-1] == "-", live)
                 elif word[-1] == "<":
                     text = self.words.text(target) + "\n" if word[-3:] == "<<<" and live else LOST
@@ -225,6 +227,8 @@ class Shell:
             return None, LOST
         ended = self.tokens.line
         self.tokens.line = line
+        if fields[:1] == ["read"] and not has_input:
+            text = ""  # the shell behind a pipe is another one
         status, output = result or self._commands.run(fields, text, text_line)
         for path in targets:
             self._write(path, output, start)

@@ -87,6 +87,8 @@ class SimpleCommands:
             return self._set(name, arguments), ""
         if name == "eval":
             return self._script.read(" ".join(arguments), line, is_same_shell=True)
+        if name == "read" and text and LOST not in text:
+            return self._assign_input(arguments, text), ""
         if name in WORDS["not_read"]:
             self._script.unread(" ".join(fields))
             return None, ""
@@ -140,6 +142,30 @@ class SimpleCommands:
             rest = arguments[arguments.index("--") + 1 :]
             self._script.variables.arguments = (self._script.variables.arguments[0], *rest)
         return True
+
+    def _assign_input(self, arguments: list[str], text: str) -> bool | None:
+        """Runs `read` with known input: a line, or all of it with `-d ''`; returns whether it
+        succeeds, which it does not at the end of the input."""
+        options = list[str]()
+        names = list[str]()
+        position = 0
+        while position < len(arguments):
+            word = arguments[position]
+            takes_value = word.startswith("-") and word[-1:] in tuple("adinNptu")
+            (options if word.startswith("-") else names).append(word)
+            position += 1 + takes_value
+        letters = {letter for option in options for letter in option[1:]}
+        if not letters <= {"r", "d", "s"} or not all(name.isidentifier() for name in names):
+            self._script.unread(" ".join(["read", *arguments]))
+            return None
+        content = text if "d" in letters else text.partition("\n")[0]
+        names = names or ["REPLY"]
+        values = content.strip().split(maxsplit=len(names) - 1)
+        if len(names) == 1:
+            values = [content.strip()]
+        for name, value in zip(names, [*values, *[""] * len(names)], strict=False):
+            self._script.variables.values[name] = [value]
+        return "d" not in letters
 
     def _copied(self, name: str, arguments: list[str], text: str) -> str:
         """The output of `cat` or `tee`, which also writes files."""
