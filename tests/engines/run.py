@@ -46,6 +46,8 @@ RESULTS = HERE / "results.json"
 ENVIRONMENTS = REPOSITORY / "build" / "engines"
 EQUAL = 1e-3
 """Difference of two log probabilities in fp32."""
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that engines require and that no model of texts needs."""
 SECONDS = 1800
 """Time limit of an engine; models that it does not reach are not recorded."""
 TIMEOUT = "timeout"
@@ -72,6 +74,9 @@ def environment(engine: str) -> Path | None:
     command = [*install, "--disable-pip-version-check", "-r", str(requirements)]
     if subprocess.run(command, check=False).returncode != 0:
         return None
+    # Of images and sound, and of another build than torch's if torch is not the index's own.
+    remove = [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *UNUSED]
+    subprocess.run(remove, check=True)
     done.write_text(text, encoding="utf-8")
     return python
 
@@ -175,12 +180,17 @@ def outcome(model: Exported, engine: str, result: Record, values: Path) -> Recor
         if "text" in result:
             text, margin = model.continuation
             if margin > 2 * EQUAL:  # otherwise rounding decides
-                # mlx-lm and mistral.rs remove a blank at the start of what they generate.
-                kept["same text"] = result["text"].strip() == text.strip()
+                kept["same text"] = _comparable(result["text"]) == _comparable(text)
         elif "error" in result:
             kept["error"] = result["error"]
         return kept
     return kept | {"outcome": REFUSED, "error": result.get("error", "")}
+
+
+def _comparable(text: str) -> str:
+    """A text up to the first bytes that are no character, which engines decode differently, and
+    without blanks at its ends."""
+    return text.partition("\ufffd")[0].strip()
 
 
 def failure(model: Exported, engine: str, record: Record) -> str | None:
@@ -259,7 +269,8 @@ def run_all(engines: Sequence[str] = (), names: Sequence[str] = ()) -> Record:
                 if not names
                 else {**results.get(engine, {}).get("cases", {}), **cases},
             }
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", "utf-8")
+            text = json.dumps(results, indent=1, sort_keys=True).replace(scratch, "SCRATCH")
+            RESULTS.write_text(f"{text}\n", "utf-8")
             page.OUTPUT.write_text(page.page(), encoding="utf-8")
     return {**counts, "failures": failures, "tests": {}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron_ds.conversion.engines.facts import (
 from megatron_ds.conversion.gguf.read_write import architecture_of
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import TYPES
-from megatron_ds.conversion.huggingface.rope_parameters import SCALING
+from megatron_ds.conversion.huggingface.rope_parameters import ORIGINAL, SCALING
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 
@@ -58,6 +59,7 @@ class Export:
             "rope_type": scaling.get("rope_type", "default"),
             "yarn_factor": "other" if self._has_own_factor(scaling) else "usual",
             "yarn_range": "rounded" if scaling.get("truncate", True) else "exact",
+            "yarn_start": "below 0" if _starts_below(scaling) else "usual",
             "head_dim": model.head_dim,
             "head_sizes": _usual(model.head_dim * model.num_attention_heads, model.hidden_size),
             "ffn_size": _usual(model.mlp_hidden_size, 4 * model.hidden_size),
@@ -81,6 +83,15 @@ class Export:
             {"attention_factor"} if self.family == "deepseek_v3" else {"attention_factor", "mscale"}
         )
         return scaling.get("rope_type") == "yarn" and bool(keys & scaling.keys())
+
+
+def _starts_below(scaling: Mapping[str, Any]) -> bool:
+    """Whether YaRN's range begins before the first dimension: with the original length that the
+    fastest rotation of the range has."""
+    if scaling.get("rope_type") != "yarn":
+        return False
+    turns = float(scaling.get("beta_fast") or 32)
+    return float(scaling[ORIGINAL]) < 2 * math.pi * turns
 
 
 def _windows(model: ModelConfig) -> str:
@@ -145,7 +156,8 @@ def _report(export: Export) -> Problem | None:
         if faults := _faults(name, export):
             # Another model is worse than an error.
             worst = min(faults, key=lambda fact: (fact.effect != DIFFERS, bool(fact.adapt)))
-            reasons[worst.effect].append(f"{engine.title} ({worst.why})")
+            hint = "; --for adapts the output" if worst.adapt else ""
+            reasons[worst.effect].append(f"{engine.title} ({worst.why}{hint})")
     try:
         architecture_of(export.settings)
     except UserError:

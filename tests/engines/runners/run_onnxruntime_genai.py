@@ -8,7 +8,7 @@ from typing import Any
 import cases
 import numpy as np
 import onnxruntime_genai as engine
-from onnxruntime_genai.models.builder import create_model
+from onnxruntime_genai.models.builder import create_model, parse_extra_options
 
 END = 0
 """Id of the token that ends documents."""
@@ -17,7 +17,8 @@ END = 0
 class OnnxModel:
     def __init__(self, folder: str, scratch: str) -> None:
         built = Path(scratch) / "built"
-        create_model("", folder, str(built), "fp32", "cpu", str(Path(scratch) / "cache"))
+        settings = ("", folder, str(built), "fp32", "cpu", str(Path(scratch) / "cache"))
+        create_model(*settings, **parse_extra_options(*settings, []))
         self._model = engine.Model(str(built))
         self._tokenizer = engine.Tokenizer(self._model)
 
