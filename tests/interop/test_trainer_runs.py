@@ -13,9 +13,13 @@ import numpy
 import pytest
 
 from megatron_ds.config import DataConfig
+from megatron_ds.conversion.megatron.optimizer import MOMENTS
+from megatron_ds.conversion.registry import open_source
+from megatron_ds.conversion.source import ReadOptions
 from megatron_ds.conversion.trainers.runs.olmo_schedules import schedule_of
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.validation import DataFiles
+from megatron_ds.engine.states.state_reader import MASTER
 from tests.e2e.conftest import VOCAB, write_corpus
 from tests.e2e.runs import Launcher, Settings, steps, to_flags
 from tests.fork_server import REPOSITORY
@@ -38,6 +42,7 @@ MODEL: dict[str, Settings] = {
 """Flags that no file of the trainer has."""
 CHECKPOINTS = {"torchtitan": "checkpoint", "olmo_core": ".", "nanotron": "."}
 """Folder of the checkpoints in that of a run."""
+FOLDERS = {"torchtitan": "step-{}", "olmo_core": "step{}", "nanotron": "{}"}
 SCHEDULE: dict[str, Settings] = {
     "torchtitan": {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "clip_grad": 0.1},
     "olmo_core": {"lr_decay_style": "deepspeed-cosine", "lr_warmup_iters": 2, "min_lr": 3e-4},
@@ -134,21 +139,33 @@ def test_a_run_goes_on_with_the_losses_of_the_trainer(
     tmp_path: Path,
 ) -> None:
     """Claim (checkpoints): a run that torchtitan, OLMo-core or nanotron began goes on here with the
-    losses and gradient norms of its own next steps, to 1e-5 in fp32, on several layouts (`make
-    test-interop`)"""
+    losses, gradient norms, weights and moments of its own next steps, to 1e-5 in fp32, on several
+    layouts (`make test-interop`)"""
     trainer, folder, log = run
     flags, ranks = LAYOUTS[layout]
     settings = settings_of(trainer, folder, corpus) | {"save": tmp_path / "ours", "ckpt_step": 3}
     output = launcher.start({**settings, **flags}, ranks=ranks).succeed()
 
-    expected = log[SAVED:END]
+    logged = log[SAVED:END]
     ours = steps(tmp_path / "ours")
-    assert [step["iteration"] for step in ours] == [step["step"] for step in expected] == [4, 5, 6]
-    for name, theirs in (("lm_loss", "loss"), ("grad_norm", "norm")):
-        values = [step[theirs] for step in expected]
+    assert [step["iteration"] for step in ours] == [step["step"] for step in logged] == [4, 5, 6]
+    for name, key in (("lm_loss", "loss"), ("grad_norm", "norm")):
+        values = [step[key] for step in logged]
         assert [step[name] for step in ours] == pytest.approx(values, abs=TOLERANCE)
     assert "at iteration 3, after 12 samples" in output
     assert "step-data-other" in output
+    options = ReadOptions(optimizer=True, model=MODEL[trainer], given=frozenset(MODEL[trainer]))
+    theirs = open_source(folder / FOLDERS[trainer].format(END), trainer, options)
+    states = open_source(tmp_path / "ours" / f"global_step{END}", options=options)
+    tables = (states.optimizer.get(MASTER, states.tensors), *map(states.optimizer.get, MOMENTS))
+    for table, expected in zip(
+        tables, (theirs.tensors, *map(theirs.optimizer.get, MOMENTS)), strict=True
+    ):
+        for name, reader in expected.items():
+            value = reader.read()
+            difference = (table[name].read(range(len(value))) - value).norm()
+            assert difference < TOLERANCE * value.norm(), name
+    states.release()
 
 
 SCHEDULERS: tuple[dict[str, Any], ...] = (
@@ -209,8 +226,7 @@ def check(
     trainer: str, folder: Path, corpus: Path, first: int, second: int, samples: Path | None = None
 ) -> Any:
     """Runs tools/check_step.py; returns the finished process."""
-    name = "step-{}" if trainer == "torchtitan" else "step{}"
-    locations = [f"{trainer}:{folder / name.format(step)}" for step in (first, second)]
+    locations = [f"{trainer}:{folder / FOLDERS[trainer].format(step)}" for step in (first, second)]
     settings = settings_of(trainer, folder, corpus)
     del settings["load"], settings["exit_interval"]
     words = [*locations, "--trust-recorded-files"]
