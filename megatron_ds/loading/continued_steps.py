@@ -7,8 +7,9 @@ Imports no torch unless there is such a checkpoint.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
@@ -52,7 +53,7 @@ def take_over(config: Config, source: SourceCheckpoint, warn: Warn) -> Config:
             filled = config.with_values(values)
     names = [name for name in values if field_value(config, name) != field_value(filled, name)]
     if names:
-        flags = " ".join(as_flag(name, values[name]) for name in names)
+        flags = " ".join(_words(name, values[name]) for name in names)
         warn(Problem("steps-taken-over", *names, path=source.path, flags=flags))
     origins = dict.fromkeys(values, f"from {source.path}")
     return dataclasses.replace(filled, origins={**config.origins, **origins})
@@ -200,10 +201,16 @@ def _weight_conflicts(
         config.optimizer, param_group=None, embedding_weight_decay=None, decoupled_lr=None
     )
     groups = param_groups(saved, model, settings.moe, bare)
-    flags = as_flag("param_group", groups) if groups else "none of these flags"
+    flags = _words("param_group", groups) if groups else "none of these flags"
     texts = {"name": name, "others": len(differing) - 1, "flags": flags}
     rates = {"saved": _shown(before), "now": _shown(now)}
     yield Problem("step-weights-differ", *GROUPS, path=source.path, **texts, **rates)
+
+
+def _words(name: str, value: Any) -> str:
+    """A flag as a shell takes it."""
+    flag, *words = as_flag(name, value).split()
+    return f"{flag} {shlex.join(words)}"
 
 
 def _shown(rates: Sequence[float]) -> str:

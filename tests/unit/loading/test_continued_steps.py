@@ -68,6 +68,8 @@ def test_a_run_takes_over_what_is_not_given(trainer: str, tmp_path: Path) -> Non
     config, plan, problems, warnings = planned(trainer, tmp_path, flags)
     assert problems == []
     assert codes(warnings) == ["steps-taken-over"]
+    if trainer == "torchtitan":
+        assert "--param-group 'pattern=*,wd=0.1'" in str(warnings[0])  # as a shell takes it
     options = config.optimizer
     assert (options.lr, options.adam_beta2, options.weight_decay) == (1e-2, 0.95, 0.1)
     group = "pattern=*,wd=0.1"

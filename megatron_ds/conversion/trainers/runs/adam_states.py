@@ -261,5 +261,5 @@ def with_run(source: SourceCheckpoint, adam: AdamOfRun, run: SavedRun) -> Source
     known = {name: value for name, value in (settings or {}).items() if name in ADAM_SETTINGS}
     run = dataclasses.replace(run, arguments={**known, "optimizer": "adam"})
     notes = (*source.notes, *adam.notes)
-    states = {"optimizer": adam.moments, "run": run, "unread": "", "notes": notes}
-    return dataclasses.replace(source, **states).checked()
+    complete = dataclasses.replace(source, optimizer=adam.moments, run=run, unread="", notes=notes)
+    return complete.checked()
