@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Which learning rate is the best at each width or depth, with muP and without.
+"""Which learning rate is the best at each width and depth, with muP and without.
 
-    python benchmarks/transfer.py --widths 64 128 256 512 --seeds 3 --output transfer.json
-    python benchmarks/transfer.py --depths 2 4 8 16 --widths 64 --output depths.json
+    python benchmarks/transfer.py --output transfer.json --workers 2
+    python benchmarks/transfer.py --output transfer.json --page docs/training/transfer.md
 
-Every model is trained in one process on bytes of the standard library of Python, with a warm-up and
-a linear decay to 0; a seed determines weights and data. The loss is the mean of the last tenth of
-the steps, whose data no step before has seen. The best rate is the vertex of a parabola through the
-three rates around the smallest loss, in powers of two. Models of the base size are the same with
-and without muP, and trained once. Results are written after every run, and a run that is recorded
-in the output is not repeated.
+Every model is trained on bytes of the standard library of Python, with a warm-up and a linear decay
+to 0; a seed determines weights and data. The loss is the mean of the last tenth of the steps, whose
+data no step before has seen. Losses are averaged over the seeds, and the best rate is the vertex of
+a parabola through the three rates around the smallest loss, in powers of two. Models of the base
+size are the same with and without muP, and trained once. Results are written after every run, and a
+run that is recorded in the output is not repeated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from textwrap import fill
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +44,13 @@ from megatron_ds.parallel.rng import RngStreams
 
 HEAD = 16
 SEQUENCE = 64
-BATCH = 8
+BATCH = 3
 WARM_UP = 0.1
 LAST = 0.1
 """Fraction of the steps whose losses are averaged."""
 TEXT_BYTES = 4_000_000
+FEED_FORWARD = 2
+"""Feed-forward size relative to the hidden size."""
 SHAPE: dict[str, Any] = {
     "seq_length": SEQUENCE,
     "vocab_size": 256,
@@ -59,58 +63,118 @@ SHAPE: dict[str, Any] = {
 }
 MUP = "muP"
 PLAIN = "without"
-PARAMETRIZATIONS = (PLAIN, MUP)
+LABELS = {PLAIN: "without muP", MUP: "with muP"}
+TOLERANCE = 1.4
+"""Factor within which the best rates of the smallest and the largest model have to agree."""
+MARKS = ("<!-- begin: measured -->\n", "<!-- end: measured -->\n")
+"""Lines of the page between which the program writes."""
+WIDTH = 118
+"""Characters of a line of the page, besides tables."""
+
+
+class Case(NamedTuple):
+    """A run."""
+
+    name: str
+    """MUP or PLAIN."""
+    width: int
+    depth: int
+    exponent: int
+    """Of the rate, to the base 2."""
+    seed: int
+
+
+class Result(NamedTuple):
+    """What a run took and reached."""
+
+    loss: float
+    cpu_seconds: float
+
+
+Losses = Mapping[tuple[str, int, int], Mapping[int, float]]
+"""Mean loss over the seeds by parametrization, width and depth, and by exponent."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    add = parser.add_argument
-    add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="the first is the base")
-    add("--depths", type=int, nargs="+", default=[2], help="the first is the base")
-    add("--rates", type=int, nargs="+", default=[-9, -8, -7, -6, -5], help="exponents of 2")
-    add("--seeds", type=int, default=3, help="runs of each model and rate (default: %(default)s)")
-    add("--steps", type=int, default=300, help="of a run (default: %(default)s)")
-    add("--threads", type=int, default=1, help="threads of a run (default: %(default)s)")
-    add("--output", type=Path, required=True, help="file for the results (JSON)")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    runs = recorded_runs(options.output)
-    data = text()
-    for key, config in cases(options):
-        if key not in runs:
-            start = time.process_time()
-            loss = train(config, 2.0 ** key[3], options.steps, key[4], data)
-            runs[key] = {"loss": loss, "cpu_seconds": round(time.process_time() - start, 1)}
-            print(*key, f"loss {loss:.4f}", flush=True)
-            write_json(options.output, record(options, runs))
-    for line in table(runs):
-        print(line)
+    options = parse(argv)
+    run(options)
+    runs = comparable(options, recorded_runs(options.output))
+    lines = list(summary(options, runs))
+    print(*lines, sep="\n")
+    if options.page is not None:
+        write_page(options, runs, lines)
     return 0
 
 
-Key = tuple[str, int, int, int, int]
-"""Parametrization, width, depth, exponent of the rate, seed."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="the first is the base")
+    add("--depths", type=int, nargs="+", default=[2, 4, 8, 16], help="the first is the base")
+    add("--rates", type=int, nargs="+", default=[-10, -9, -8, -7, -6], help="exponents of 2")
+    add("--seeds", type=int, default=3, help="runs of each model and rate (default: %(default)s)")
+    add("--steps", type=int, default=300, help="of a run (default: %(default)s)")
+    add("--workers", type=int, default=1, help="processes (default: %(default)s)")
+    add("--output", type=Path, required=True, help="file for the results (JSON)")
+    add("--page", type=Path, help="page into which tables and picture are written")
+    return parser.parse_args(argv)
 
 
-def cases(options: argparse.Namespace) -> Iterator[tuple[Key, ModelConfig]]:
-    """All runs; those without muP first."""
+def run(options: argparse.Namespace) -> None:
+    """Trains the models that the output does not have."""
+    runs = recorded_runs(options.output)
+    missing = [case for case in cases(options) if case not in runs]
+    jobs = [(case, options.widths[0], options.depths[0], options.steps) for case in missing]
+    if jobs:
+        with multiprocessing.get_context("spawn").Pool(options.workers, prepare) as pool:
+            for case, result in pool.imap_unordered(run_case, jobs):
+                runs[case] = result
+                print(*case, f"loss {result.loss:.4f}, {result.cpu_seconds} s", flush=True)
+                write_json(options.output, record(options, runs))
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """All runs, by the seed; of each the base and both ends first, between which the best rates are
+    compared."""
     base = options.widths[0], options.depths[0]
-    sizes = list(itertools.product(options.widths, options.depths))
-    for name, seed, (width, depth), rate in itertools.product(
-        PARAMETRIZATIONS, range(options.seeds), sizes, options.rates
+    widths, depths = studies(options).values()
+    sizes = dict.fromkeys((base, widths[-1], depths[-1], *widths, *depths))
+    for seed, (width, depth), name, exponent in itertools.product(
+        range(options.seeds), sizes, (MUP, PLAIN), options.rates
     ):
-        if name == MUP and (width, depth) == base:
-            continue
-        mup: dict[str, Any] = {}
-        if name == MUP:
-            mup = {"use_mup": True, "mup_base_hidden_size": base[0], "mup_base_head_dim": HEAD}
-            if len(options.depths) > 1:
-                mup["mup_base_num_layers"] = base[1]
-        heads = width // HEAD
-        model = ModelConfig(
-            num_layers=depth, hidden_size=width, num_attention_heads=heads, **SHAPE, **mup
-        )
-        yield (name, width, depth, rate, seed), model
+        if name == PLAIN or (width, depth) != base:
+            yield Case(name, width, depth, exponent, seed)
+
+
+def prepare() -> None:
+    """Prepares a process of the pool."""
+    torch.set_num_threads(1)
+
+
+def run_case(job: tuple[Case, int, int, int]) -> tuple[Case, Result]:
+    """Trains the model of a case.
+
+    Args:
+        job: The case, width and depth of the base model, and the number of steps.
+    """
+    case, base_width, base_depth, steps = job
+    start = time.process_time()
+    mup: dict[str, Any] = {}
+    if case.name == MUP:
+        mup = {"use_mup": True, "mup_base_hidden_size": base_width, "mup_base_head_dim": HEAD}
+        if case.depth != base_depth:
+            mup["mup_base_num_layers"] = base_depth
+    model = ModelConfig(
+        num_layers=case.depth,
+        hidden_size=case.width,
+        num_attention_heads=case.width // HEAD,
+        ffn_hidden_size=FEED_FORWARD * case.width,
+        **SHAPE,
+        **mup,
+    )
+    loss = train(model, 2.0**case.exponent, steps, case.seed, text())
+    return case, Result(loss, round(time.process_time() - start, 1))
 
 
 def text() -> Tensor:
@@ -126,7 +190,7 @@ def train(config: ModelConfig, lr: float, steps: int, seed: int, data: Tensor) -
     model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(seed), seed=seed)
     rule = multiplier_rule(options, config)
     groups, factors = parameter_groups(model, 0.0, rule, options.adam_eps)
-    optimizer = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=options.adam_eps)
+    optimizer = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=options.adam_eps, fused=True)
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randperm(len(data) // SEQUENCE - 1, generator=generator) * SEQUENCE
     losses: list[float] = []
@@ -145,18 +209,26 @@ def train(config: ModelConfig, lr: float, steps: int, seed: int, data: Tensor) -
     return statistics.mean(losses[-max(1, round(LAST * steps)) :])
 
 
-def mean_losses(runs: dict[Key, dict[str, float]]) -> dict[tuple[str, int, int], dict[int, float]]:
-    """By model the mean loss over the seeds at each rate."""
+def comparable(options: argparse.Namespace, runs: Mapping[Case, Result]) -> dict[Case, Result]:
+    """The runs of the seeds with which all models were trained; without one, all runs."""
+    missing = {case.seed for case in cases(options) if case not in runs}
+    complete = {case: result for case, result in runs.items() if case.seed not in missing}
+    return complete or dict(runs)
+
+
+def mean_losses(runs: Mapping[Case, Result]) -> Losses:
+    """The mean losses of the runs."""
     losses: dict[tuple[str, int, int], dict[int, list[float]]] = {}
-    for (name, width, depth, rate, _), run in runs.items():
-        losses.setdefault((name, width, depth), {}).setdefault(rate, []).append(run["loss"])
+    for case, result in runs.items():
+        model = losses.setdefault((case.name, case.width, case.depth), {})
+        model.setdefault(case.exponent, []).append(result.loss)
     return {
-        model: {rate: statistics.mean(values) for rate, values in sorted(of_rates.items())}
-        for model, of_rates in losses.items()
+        model: {exponent: statistics.mean(values) for exponent, values in sorted(rates.items())}
+        for model, rates in losses.items()
     }
 
 
-def best_rate(losses: dict[int, float]) -> float:
+def best_rate(losses: Mapping[int, float]) -> float:
     """The exponent of the best rate; the smallest or largest rate if no smaller loss is beyond."""
     rates = sorted(losses)
     index = rates.index(min(losses, key=losses.__getitem__))
@@ -168,40 +240,128 @@ def best_rate(losses: dict[int, float]) -> float:
     return rates[index] + 0.5 * (left - right) / (left - 2 * middle + right)
 
 
-def table(runs: dict[Key, dict[str, float]]) -> Iterator[str]:
-    """Rows of mean losses and the best rates."""
-    models = mean_losses(runs)
-    rates = sorted({rate for losses in models.values() for rate in losses})
-    yield "| | width | depth | " + " | ".join(f"2^{rate}" for rate in rates) + " | best rate |"
-    yield "|---" * (len(rates) + 4) + "|"
-    for (name, width, depth), losses in models.items():
-        cells = " | ".join(f"{losses[rate]:.3f}" if rate in losses else "" for rate in rates)
-        yield f"| {name} | {width} | {depth} | {cells} | {2 ** best_rate(losses):.4f} |"
-
-
-def record(options: argparse.Namespace, runs: dict[Key, dict[str, float]]) -> dict[str, Any]:
-    """The content of the output."""
-    settings = {name: value for name, value in vars(options).items() if name != "output"}
-    names = ("parametrization", "width", "depth", "rate_exponent", "seed")
+def studies(options: argparse.Namespace) -> dict[str, list[tuple[int, int]]]:
+    """Widths and depths of the models of each study, the base first."""
+    width = options.widths[0]
+    depth = options.depths[0]
     return {
-        "machine": vars(this_machine()),
-        "versions": versions(["torch"]),
-        "settings": settings,
-        "runs": [dict(zip(names, key, strict=True)) | run for key, run in runs.items()],
+        "width": [(size, depth) for size in options.widths],
+        "depth": [(width, size) for size in options.depths],
     }
 
 
-def recorded_runs(path: Path) -> dict[Key, dict[str, float]]:
+def factors(
+    options: argparse.Namespace, runs: Mapping[Case, Result], study: str
+) -> dict[str, float]:
+    """Factor between the best rates of the first and the last model of a study, by
+    parametrization, as far as the last one was trained."""
+    losses = mean_losses(runs)
+    first, *_, last = studies(options)[study]
+    base = best_rate(losses[(PLAIN, *first)])
+    return {
+        name: 2 ** abs(best_rate(losses[(name, *last)]) - base)
+        for name in (PLAIN, MUP)
+        if (name, *last) in losses
+    }
+
+
+def table(options: argparse.Namespace, runs: Mapping[Case, Result], study: str) -> Iterator[str]:
+    """Rows of the mean losses of a study with the best rates, in Markdown."""
+    losses = mean_losses(runs)
+    models = studies(options)[study]
+    exponents = sorted(options.rates)
+    header = " | ".join(f"2^{exponent}" for exponent in exponents)
+    yield f"| | {study} | {header} | best rate | relative to the base |"
+    yield "|---" * (len(exponents) + 4) + "|"
+    base = best_rate(losses[(PLAIN, *models[0])])
+    for name, model in itertools.product((PLAIN, MUP), models):
+        if (name, *model) not in losses:
+            continue
+        rates = losses[(name, *model)]
+        best = best_rate(rates)
+        label = "base" if model == models[0] else LABELS[name]
+        cells = " | ".join(f"{rates[at]:.3f}" if at in rates else "" for at in exponents)
+        size = model[study == "depth"]
+        yield f"| {label} | {size} | {cells} | {2**best:.4f} | {2 ** (best - base):.2f} |"
+
+
+def summary(options: argparse.Namespace, runs: Mapping[Case, Result]) -> Iterator[str]:
+    """The tables, and what follows from them, in Markdown."""
+    for study, models in studies(options).items():
+        yield from table(options, runs, study)
+        yield ""
+        small, large = (model[study == "depth"] for model in (models[0], models[-1]))
+        for name, factor in factors(options, runs, study).items():
+            agrees = "within" if factor <= TOLERANCE else "not within"
+            yield (
+                f"The best rates at {study} {small} and {large} differ by a factor of "
+                f"{factor:.2f} {LABELS[name]}, {agrees} {TOLERANCE}."
+            )
+        yield ""
+    seeds = len({case.seed for case in runs})
+    seconds = sum(result.cpu_seconds for result in runs.values())
+    yield (
+        f"{len(runs)} runs of {options.steps} steps with {seeds} seed{'s' * (seeds > 1)} took "
+        f"{seconds:,.0f} s of a processor core, {seconds / 120:.1f} minutes on two."
+    )
+
+
+def write_page(options: argparse.Namespace, runs: Mapping[Case, Result], lines: list[str]) -> None:
+    """Writes the tables between the marks of the page, and the picture that it shows."""
+    content = options.page.read_text(encoding="utf-8")
+    before, _, rest = content.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    text = "\n".join(line if line[:1] == "|" else fill(line, WIDTH) for line in lines)
+    options.page.write_text(f"{before}{MARKS[0]}{text}\n{MARKS[1]}{after}", encoding="utf-8")
+    folder = Path(__file__).resolve().parents[1] / "docs" / "images"
+    draw(options, mean_losses(runs), folder / "transfer.png")
+
+
+def draw(options: argparse.Namespace, losses: Losses, path: Path) -> None:
+    """Losses against the rate, a panel for each study with muP and without."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7), layout="constrained", dpi=90)
+    panels = figure.subplots(2, 2, sharex=True, sharey="row")
+    for row, (study, models) in zip(panels, studies(options).items(), strict=True):
+        for axes, name in zip(row, (PLAIN, MUP), strict=True):
+            for index, model in enumerate(models):
+                rates = losses.get((name if index else PLAIN, *model), {})
+                if not rates:
+                    continue
+                size = model[study == "depth"]
+                x = [2.0**exponent for exponent in rates]
+                axes.plot(x, list(rates.values()), "o-", color=f"C{index}", label=f"{study} {size}")
+                best = 2 ** best_rate(rates)
+                axes.axvline(best, color=f"C{index}", linestyle=":", alpha=0.7)
+            axes.set_xscale("log", base=2)
+            axes.set_title(f"{LABELS[name]}, over {study}s")
+            axes.grid(alpha=0.4)
+            axes.legend(frameon=False)
+        row[0].set_ylabel("loss (nats per byte)")
+    for axes in panels[-1]:
+        axes.set_xlabel("learning rate; dotted: the best")
+    figure.savefig(path)
+
+
+def record(options: argparse.Namespace, runs: Mapping[Case, Result]) -> dict[str, Any]:
+    """The content of the output."""
+    left_out = ("output", "page", "workers")
+    return {
+        "machine": vars(this_machine()),
+        "versions": versions(["torch"]),
+        "settings": {name: value for name, value in vars(options).items() if name not in left_out},
+        "runs": [case._asdict() | result._asdict() for case, result in sorted(runs.items())],
+    }
+
+
+def recorded_runs(path: Path) -> dict[Case, Result]:
     """The runs of a file of results; none if there is no file."""
     if not path.is_file():
         return {}
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    names = ("parametrization", "width", "depth", "rate_exponent", "seed")
     return {
-        tuple(run[name] for name in names): {
-            name: value for name, value in run.items() if name not in names
-        }
-        for run in runs
+        Case(*(run[name] for name in Case._fields)): Result(*(run[name] for name in Result._fields))
+        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]
     }
 
 

@@ -70,6 +70,7 @@ class Plan(Command, program=PROGRAM):
             batch_exponent=self.batch_exponent,
             size_factor=self.size_factor,
             replicas=self.ranks_per_run,
+            seeds=self.seeds,
         )
 
     def problems(self) -> Iterator[Problem]:

@@ -79,11 +79,15 @@ class Rung:
     def tokens(self) -> int:
         return self.steps * self.samples * self.config.model.seq_length
 
+    @cached_property
+    def sample_operations(self) -> int:
+        """Operations of the training on a sample, without recomputation."""
+        return model_spec(self.config.model, self.config.moe).flops(self.config.model.seq_length)
+
     @property
     def operations(self) -> int:
         """Operations of the training, without recomputation."""
-        spec = model_spec(self.config.model, self.config.moe)
-        return self.steps * self.samples * spec.flops(self.config.model.seq_length)
+        return self.steps * self.samples * self.sample_operations
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class LadderSettings:
     size_factor: float = SIZE_FACTOR
     replicas: int = 1
     """Data-parallel processes of a run, by which its batch is divided."""
+    seeds: int = 1
+    """Runs of each size and length."""
 
 
 @dataclass(frozen=True)
@@ -157,18 +163,15 @@ def ladder_of(config: Config, settings: LadderSettings) -> Ladder:
     budget = settings.budget or (settings.share or DEFAULT_BUDGET) * target.operations
     if settings.sizes:
         chosen = _nearest(sizes, settings.sizes)
-        rungs = list(_rungs(chosen, ratios, target, settings))
         if settings.budget or settings.share:
-            factor = budget / sum(rung.operations for rung in rungs)
-            scaled = tuple(factor * ratio for ratio in ratios)
-            rungs = list(_rungs(chosen, scaled, target, settings))
-        return Ladder(target, _with_evaluation(rungs, target))
+            factor = budget / _operations(chosen, ratios, target, settings)
+            ratios = tuple(factor * ratio for ratio in ratios)
+        return Ladder(target, _rungs(chosen, ratios, target, settings))
     for count in range(settings.runs, min(LEAST_RUNS, settings.runs) - 1, -1):
         for top in range(len(sizes), count - 1, -1):
             chosen = _descending(sizes[:top], count, settings.size_factor)
-            rungs = list(_rungs(chosen, ratios, target, settings))
-            if sum(rung.operations for rung in rungs) <= 1.001 * budget:
-                return Ladder(target, _with_evaluation(rungs, target))
+            if _operations(chosen, ratios, target, settings) <= 1.001 * budget:
+                return Ladder(target, _rungs(chosen, ratios, target, settings))
     raise UserError(
         Problem("ladder-budget-too-small", "budget", budget=f"{budget:.3g}", runs=settings.runs)
     )
@@ -222,21 +225,41 @@ def _narrow(config: Config, heads: int) -> Config:
     return _with(config, values)
 
 
+def _operations(
+    sizes: Sequence[Rung], ratios: Sequence[float], target: Rung, settings: LadderSettings
+) -> int:
+    """Operations of all runs of some sizes."""
+    lengths = (_length(size, ratio, target, settings) for size in sizes for ratio in ratios)
+    models = (size for size in sizes for _ in ratios)
+    pairs = zip(models, lengths, strict=True)
+    return settings.seeds * sum(
+        steps * samples * size.sample_operations for size, (_, samples, steps) in pairs
+    )
+
+
 def _rungs(
     sizes: Sequence[Rung], ratios: Sequence[float], target: Rung, settings: LadderSettings
-) -> Iterator[Rung]:
+) -> tuple[Rung, ...]:
     """Each size with each number of tokens per parameter."""
-    length = target.config.model.seq_length
+    rungs = []
     for size in sizes:
         for ratio in ratios:
-            tokens = ratio * size.parameters
-            share = (tokens / target.tokens) ** settings.batch_exponent
-            batch = max(1, round(target.samples * share / settings.replicas))
-            micro = target.config.schedule.micro_batch_size
-            micro = micro if batch >= micro else batch
-            samples = settings.replicas * micro * round(batch / micro)
-            steps = max(1, round(tokens / (samples * length)))
-            yield Rung(_scheduled(size.config, target, micro, samples, steps), samples, steps)
+            micro, samples, steps = _length(size, ratio, target, settings)
+            config = _scheduled(size.config, target, micro, samples, steps)
+            rungs.append(Rung(config, samples, steps))
+    return _with_evaluation(rungs, target)
+
+
+def _length(
+    size: Rung, ratio: float, target: Rung, settings: LadderSettings
+) -> tuple[int, int, int]:
+    """Micro-batch size, samples per step and steps of a run."""
+    tokens = ratio * size.parameters
+    share = (tokens / target.tokens) ** settings.batch_exponent
+    batch = max(1, round(target.samples * share / settings.replicas))
+    micro = min(target.config.schedule.micro_batch_size, batch)
+    samples = settings.replicas * micro * round(batch / micro)
+    return micro, samples, max(1, round(tokens / (samples * target.config.model.seq_length)))
 
 
 def _scheduled(config: Config, target: Rung, micro: int, samples: int, steps: int) -> Config:

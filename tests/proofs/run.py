@@ -94,6 +94,7 @@ CRASHES = (
     "tests/e2e/test_signals.py",
 )
 BENCHMARKS = ("tests/e2e/test_benchmarks.py", "tests/e2e/test_gpu_programs.py")
+TRANSFER = ("tests/e2e/test_transfer.py",)
 LADDER = ("tests/e2e/test_ladder.py",)
 
 
@@ -187,6 +188,10 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     ),
     "crashes": ("kills, signals and full disks during saves", Tests(CRASHES).run),
     "benchmarks": ("benchmarks and programs for GPUs, at tiny sizes", Tests(BENCHMARKS).run),
+    "transfer": (
+        "[learning rates over widths and depths](../training/transfer.md), with muP and without",
+        Tests(TRANSFER, workers=False).run,
+    ),
     "ladder": (
         "[a real ladder](../training/ladder.md#how-well-it-works) and the size that it predicts",
         Tests(LADDER, workers=False).run,
@@ -194,7 +199,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     "e2e": (
         "all other command lines",
         Tests(
-            ("tests/e2e", "tests/commands"), without=(*CRASHES, *BENCHMARKS, *LADDER)
+            ("tests/e2e", "tests/commands"), without=(*CRASHES, *BENCHMARKS, *TRANSFER, *LADDER)
         ).run,
     ),
     "cluster": ("two nodes", Tests(("tests/cluster",), workers=False).run),

@@ -149,6 +149,20 @@ def test_switches_and_factors_of_other_rates_for_the_width_are_refused(line: str
     assert set(codes(scan(line.split(), training_flags()).problems)) == {"unsupported-flag"}
 
 
+@pytest.mark.parametrize(
+    ("line", "alternative"),
+    [
+        ("--mup", "--use-mup --mup-base-hidden-size 64 --mup-independent-weight-decay"),
+        ("--mup-input-mult 2", "--mup-embedding-mult"),
+        ("--mup-attn-mult 2", "--mup-base-head-dim"),
+        ("--mup-base-ffn-hidden-size 256", "--mup-base-hidden-size"),
+    ],
+)
+def test_factors_of_other_programs_name_their_counterparts(line: str, alternative: str) -> None:
+    (problem,) = scan(line.split(), training_flags()).problems
+    assert alternative in problem
+
+
 def test_the_frozen_list_is_that_of_the_peers() -> None:
     assert GOLDEN.read_text() == rendered()
 

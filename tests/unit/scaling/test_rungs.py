@@ -55,6 +55,8 @@ def test_the_budget_bounds_the_operations_and_the_sizes_are_geometric() -> None:
         assert next_size / small == pytest.approx(2, rel=0.45)
     more = ladder(runs=4, share=0.1)
     assert more.rungs[-1].parameters > sizes[-1]
+    repeated = ladder(runs=4, share=0.1, seeds=5)
+    assert 5 * repeated.operations <= 0.1 * repeated.target.operations
 
 
 def test_small_models_have_the_shape_of_the_large_one() -> None:
