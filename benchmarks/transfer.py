@@ -301,7 +301,7 @@ def summary(options: argparse.Namespace, runs: Mapping[Case, Result]) -> Iterato
     seeds = len({case.seed for case in runs})
     seconds = sum(result.cpu_seconds for result in runs.values())
     yield (
-        f"{len(runs)} runs of {options.steps} steps with {seeds} seed{'s' * (seeds > 1)} took "
+        f"{len(runs)} runs of {options.steps} steps with {seeds} of {options.seeds} seeds took "
         f"{seconds:,.0f} s of a processor core, {seconds / 120:.1f} minutes on two."
     )
 

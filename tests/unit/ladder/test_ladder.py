@@ -50,7 +50,8 @@ def recipe(tmp_path: Path) -> Path:
 
 def law(run: RunEntry) -> float:
     """Losses of Hoffmann's form."""
-    return 1.2 + 60.0 / float(run.parameters) ** 0.34 + 80.0 / float(run.tokens) ** 0.28
+    loss: float = 1.2 + 60 / run.parameters**0.34 + 80 / run.tokens**0.28
+    return loss
 
 
 def write_losses(
