@@ -321,7 +321,7 @@ def draw(options: argparse.Namespace, losses: Losses, path: Path) -> None:
     """Losses against the rate, a panel for each study with muP and without."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7), layout="constrained", dpi=90)
+    figure = Figure(figsize=(9, 6.3), layout="constrained", dpi=72)
     panels = figure.subplots(2, 2, sharex=True, sharey="row")
     for row, (study, models) in zip(panels, studies(options).items(), strict=True):
         for axes, name in zip(row, (PLAIN, MUP), strict=True):
@@ -341,7 +341,7 @@ def draw(options: argparse.Namespace, losses: Losses, path: Path) -> None:
         row[0].set_ylabel("loss (nats per byte)")
     for axes in panels[-1]:
         axes.set_xlabel("learning rate; dotted: the best")
-    figure.savefig(path)
+    figure.savefig(path, pil_kwargs={"optimize": True})
 
 
 def record(options: argparse.Namespace, runs: Mapping[Case, Result]) -> dict[str, Any]:
