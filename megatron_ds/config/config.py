@@ -323,6 +323,7 @@ def flag_of(name: str) -> str:
 def _combination_problems(config: Config) -> Iterator[Problem]:
     """Yields problems of options of several groups."""
     yield from _compile_problems(config)
+    yield from _fp8_problems(config)
     yield from _logit_problems(config)
     yield from _pipeline_problems(config)
     yield from _sequence_problems(config)
@@ -336,6 +337,26 @@ def _compile_problems(config: Config) -> Iterator[Problem]:
         yield Problem("tiled-mlp-with-compile")
     if config.runtime.compile and config.runtime.no_compile:
         yield Problem("compile-and-no-compile")
+
+
+def _fp8_problems(config: Config) -> Iterator[Problem]:
+    """Yields what prevents that linear layers are computed in fp8."""
+    name = "fp8_format"
+    layers = config.model.num_layers
+    if config.precision.fp8_format is None or layers < 1:
+        return
+    if not config.precision.fp8_layers(layers):
+        yield Problem("fp8-without-layers", settings=config.precision, layers=layers)
+    if "layer" in config.custom_parts:
+        yield Problem("fp8-of-own-layers")
+    if config.recompute.tiled_mlp:
+        reason = "each tile would have scales of its own"
+        yield exclusive_problem("tiled_mlp", name, reason=reason)
+    if config.model.multi_latent_attention:
+        reason = "its projections are not computed in fp8"
+        yield exclusive_problem("multi_latent_attention", name, reason=reason)
+    if config.moe.is_used:
+        yield exclusive_problem("num_experts", name, reason="experts are not computed in fp8")
 
 
 def _logit_problems(config: Config) -> Iterator[Problem]:

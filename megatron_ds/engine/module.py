@@ -33,6 +33,7 @@ from megatron_ds.engine.trials import gathers_layers
 from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.block import Block
 from megatron_ds.model.declaration.architecture import run_spec, tied_layer
+from megatron_ds.model.fp8_layers import compute_in_fp8
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.layers import CustomParts
 from megatron_ds.model.mlp import TiledMLP
@@ -275,7 +276,7 @@ class ModuleBuilder:
             num_layers = config.model.num_layers
             mpu = Mpu(self.mesh)
             checkpoint = configure_checkpointing(config.recompute, num_layers, mpu, self.rng)
-        return GPTModel(
+        model = GPTModel(
             config.model,
             mesh=self.mesh,
             rng=self.rng,
@@ -286,6 +287,8 @@ class ModuleBuilder:
             stages=stages,
             parts=self.parts,
         )
+        compute_in_fp8(model, config.precision)
+        return model
 
 
 def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh) -> Any:

@@ -36,6 +36,7 @@ from megatron_ds.model.kernels.compilation import compile_layers, use_eager, use
 from megatron_ds.model.kernels.compiled_layers import try_layers, whole
 from megatron_ds.model.kernels.elementwise import Elementwise, compile_elementwise
 from megatron_ds.model.kernels.half_products import replace_slow_products
+from megatron_ds.parallel.fp8.rounding import has_kernel
 from megatron_ds.parallel.mesh import Mesh
 
 
@@ -84,6 +85,16 @@ def grouped_matmuls(trial: Trial) -> Iterator[Problem]:
     """Try grouped matmuls of the experts."""
     if (problem := try_grouped_matmuls(trial.model, trial.dtype, trial.device)) is not None:
         yield problem
+
+
+def fp8_products(trial: Trial) -> Iterator[Problem]:
+    """Warn if the device has no kernel that multiplies in fp8."""
+    precision = trial.config.precision
+    if precision.fp8_format is None:
+        return
+    by_row = precision.fp8_recipe == "rowwise"
+    if trial.dtype is not torch.bfloat16 or not has_kernel(trial.device, by_row):
+        yield Problem("fp8-without-kernel", device=trial.device.type)
 
 
 def selective_recompute(trial: Trial) -> Iterator[Problem]:
@@ -136,7 +147,12 @@ def compiled_layers(trial: Trial) -> Iterator[Problem]:
     yield from problems or [refusal]
 
 
-MODEL_CHECKS: tuple[Check, ...] = (half_precision_matmuls, grouped_matmuls, selective_recompute)
+MODEL_CHECKS: tuple[Check, ...] = (
+    half_precision_matmuls,
+    grouped_matmuls,
+    fp8_products,
+    selective_recompute,
+)
 """Checks of a model that DeepSpeed has not wrapped yet."""
 ENGINE_CHECKS: tuple[Check, ...] = (compiled_layers,)
 """Checks of the model of a built engine, unless DeepSpeed compiles it."""
@@ -258,6 +274,7 @@ def _reason_for_eager_layers(config: Config) -> str:
     reasons = {
         "measured attention logits": config.measures_logits,
         "MLP in tiles": config.recompute.tiled_mlp,
+        "linear layers in fp8": config.precision.fp8_format is not None,
         "activation checkpointing by DeepSpeed": config.recompute.is_by_deepspeed,
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds)

@@ -44,6 +44,7 @@ from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.engine.step import ModelPasses, StepControl
 from megatron_ds.model.experts.router import routers_with_bias, update_biases
+from megatron_ds.model.fp8_layers import rounded_weights
 from megatron_ds.model.gpt import GPTModel, inference_form
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.sharding import shard_spec, states_of
@@ -89,6 +90,8 @@ class ZeroEngine:
         self._passes = (PipelinePasses if self._mesh.pp.size > 1 else ModelPasses)(self._steps)
         self._measures = StepMeasures(parts)
         self._biased_routers = routers_with_bias(parts.model)
+        # At stage 3 they would take the memory that partitioning saves.
+        self._rounded = None if self._stage == 3 else rounded_weights(parts.model)
         keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
@@ -209,7 +212,9 @@ class ZeroEngine:
 
         def take() -> StepResult:
             self._steps.begin(plan, before_update)
-            result = self._steps.result(plan, self._passes.train(batches, plan))
+            with nullcontext() if self._rounded is None else self._rounded.kept():
+                loss = self._passes.train(batches, plan)
+            result = self._steps.result(plan, loss)
             update_biases(self._biased_routers, self._mesh.dp, is_applied=not result.skipped)
             return result
 

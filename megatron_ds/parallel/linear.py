@@ -11,7 +11,7 @@ initial values: `init` draws them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ from megatron_ds.parallel.weights import Weight
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """x W^T + b of a weight in another form, for x and b."""
+TrainingProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""The output of a layer, with what its group communicates, for x, W and b."""
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None) -> Tensor:
@@ -40,6 +42,10 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | 
 class _ParallelLinear(nn.Module):
     product: Product | None = None
     """Takes the place of the weight, without gradients and sequence parallelism."""
+    sharded_dim: ClassVar[int]
+    """Dimension of the weight that is sharded over the group."""
+    training_product: TrainingProduct | None = None
+    """Computes the layer in training, in another number format."""
 
     def __init__(
         self, weight: Weight, bias: Weight | None = None, *, group: Group, init: Draws
@@ -60,7 +66,11 @@ class ColumnParallelLinear(_ParallelLinear):
         init: Draws the initial values.
     """
 
+    sharded_dim = 0
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.training_product is not None:
+            return self.training_product(x, self.weight, self.bias)
         if self.group.size == 1 or self.product is not None:
             return multiply(x, self.weight, self.bias, self.product)
         y: Tensor = _ColumnParallel.apply(x, self.weight, self.bias, self.group)
@@ -73,7 +83,11 @@ class RowParallelLinear(_ParallelLinear):
     The bias is replicated. Arguments as for `ColumnParallelLinear`.
     """
 
+    sharded_dim = 1
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.training_product is not None:
+            return self.training_product(x, self.weight, self.bias)
         if self.group.size == 1:
             return multiply(x, self.weight, self.bias, self.product)
         if self.group.sequence_parallel:

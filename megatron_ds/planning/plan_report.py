@@ -277,6 +277,8 @@ def _run(plan: Plan, assumed: Sequence[str]) -> Iterator[tuple[str, ...]]:
     if assumed:
         yield "assumed", " ".join(assumed)
     yield "layout", _sizes(plan)
+    if plan.config.precision.fp8_format is not None:
+        yield "fp8", "memory and time are planned as without it"
     yield (
         "batch",
         f"{plan.samples:,} samples, {plan.tokens:,} tokens: "

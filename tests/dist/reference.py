@@ -29,6 +29,7 @@ from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.packed import FlexKernel, PackingOptions
 from megatron_ds.model.experts.router import routers_with_bias, update_biases
 from megatron_ds.model.experts.router_log import router_metrics
+from megatron_ds.model.fp8_layers import compute_in_fp8
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -160,7 +161,8 @@ def train_reference(
     """Trains the plans' steps in this process, in fp32.
 
     Args:
-        config: The configuration, of which only the model, the data and the optimizer matter.
+        config: The configuration, of which only the model, the data, the optimizer
+            and fp8 matter.
         samples: The data.
         plans: The steps.
         micro_batch_size: Samples of a forward pass, which share a dropout mask; None: all of a
@@ -223,6 +225,7 @@ def _model_of(config: Config, rng: RngStreams, moved: int | None) -> GPTModel:
         attention=dense_attention(config),
         moe=config.moe,
     )
+    compute_in_fp8(model, config.precision)
     if moved is not None:
         generator = torch.Generator().manual_seed(moved)
         for p in model.parameters():

@@ -46,10 +46,11 @@ FOLDED = {"pipeline_schedule": "dualpipev", "num_layers": 4, "micro_batch_size":
 TP2 = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"sequence_parallel": True}
 PACKED = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), True)
+FP8 = {"fp8_format": "hybrid", "fp8_recipe": "rowwise"}
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
     "zero0-tp2-packed": (2, {"stage": 0}, {**TP2, **PACKED}),
-    "zero1-pp2-bf16-guard": (2, {"stage": 1}, {**PP2, "bf16": True, **GUARD}),
+    "zero1-pp2-fp8-guard": (2, {"stage": 1}, {**PP2, "bf16": True, **FP8, **GUARD}),
     "zero2-dp2-offload": (2, {"stage": 2, "offload_optimizer": ON_CPU}, {}),
     "zero3-dp2-bf16-muon": (2, zero3(), {"bf16": True, "optimizer": "muon"}),
 }

@@ -6,10 +6,18 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import Condition, Decides, exclusive_problem, option_field, when
+from megatron_ds.config.fields import (
+    ANY_VALUE,
+    Condition,
+    Decides,
+    exclusive_problem,
+    option_field,
+    when,
+)
 from megatron_ds.config.problems import Problem
 
 FP16 = when(fp16=True)
+FP8 = when(fp8_format=ANY_VALUE)
 DYNAMIC_SCALE = (FP16, Condition({"loss_scale": (None,)}, without_flags=True))
 
 _of_dynamic_scale = functools.partial(option_field, only_with=DYNAMIC_SCALE)
@@ -51,6 +59,30 @@ class PrecisionConfig:
     allow_fp16_on_cpu: bool = option_field(False, only_with=FP16, decides=Decides.OPERATION)
     """Allow fp16 on a CPU, where it is slow."""
 
+    fp8_format: str | None = option_field(None, choices=("e4m3", "hybrid"))
+    """Multiply in fp8 in the linear layers of attention and of dense feed-forward layers, in
+    training: with gradients in E4M3, or in E5M2 (hybrid)."""
+    fp8_recipe: str | None = option_field(None, choices=("tensorwise", "rowwise"), only_with=FP8)
+    """Scales of fp8, from the current values: one for a tensor, or one for each row or column."""
+    first_last_layers_bf16: bool = option_field(False, only_with=FP8)
+    """Leave the first and the last transformer layers out of fp8."""
+    num_layers_at_start_in_bf16: int = option_field(
+        1, minimum=0, only_with=when(first_last_layers_bf16=True)
+    )
+    """First transformer layers that are left out of fp8."""
+    num_layers_at_end_in_bf16: int = option_field(
+        1, minimum=0, only_with=when(first_last_layers_bf16=True)
+    )
+    """Last transformer layers that are left out of fp8."""
+
+    def fp8_layers(self, num_layers: int) -> range:
+        """Numbers of the transformer layers with linear layers in fp8, of a model with so many."""
+        if self.fp8_format is None:
+            return range(0)
+        if not self.first_last_layers_bf16:
+            return range(num_layers)
+        return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
+
     @property
     def name(self) -> str:
         """ "fp32", "fp16" or "bf16"."""
@@ -59,5 +91,10 @@ class PrecisionConfig:
     def problems(self) -> Iterator[Problem]:
         if self.fp16 and self.bf16:
             yield exclusive_problem("fp16", "bf16")
+        if self.fp8_format is not None and self.fp16:
+            reason = "gradients in fp8 have scales of their own"
+            yield exclusive_problem("fp8_format", "fp16", reason=reason)
+        if self.fp8_format is not None and self.fp8_recipe is None:
+            yield Problem("fp8-without-recipe", settings=self)
         if self.min_loss_scale >= 1 and self.min_loss_scale != int(self.min_loss_scale):
             yield Problem("min-loss-scale-not-an-integer", settings=self)

@@ -53,7 +53,7 @@ TABLES: dict[str, FlagTable] = {
     "generate_samples_gpt": table_of(generation_options.Options),
     "run_text_generation_server": table_of(server_options.Options),
 }
-COUNTS = {"set": 244, "no_op": 25, "ignored": 188, "refused": 37}
+COUNTS = {"set": 245, "no_op": 25, "ignored": 183, "refused": 41}
 """Flags of all programs by outcome. A flag that becomes an option, or ceases to be one, counts."""
 FLAG = re.compile(r"--[a-z][a-z0-9-]+(?!_)\b")
 REFUSALS = (
@@ -413,6 +413,34 @@ def test_refused_values_of_supported_flags_name_the_reason() -> None:
         (problem,) = scan(["--tokenizer-type", value], training_flags()).problems
         assert problem.code == "unsupported-value"
         assert reason in str(problem)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--fp8-recipe delayed",
+        "--fp8-recipe blockwise",
+        "--fp8-recipe mxfp8",
+        "--fp8-recipe custom",
+        "--fp8-param-gather",
+        "--fp8-margin 0",
+        "--fp8-amax-history-len 1024",
+        "--fp8-amax-compute-algo max",
+        "--fp8-interval 1",
+        "--no-fp8-wgrad",
+        "--fp8-output-proj",
+    ],
+)
+def test_other_kinds_of_fp8_are_refused_by_name(words: str) -> None:
+    """Claim (command-line): `--fp8-format` is Megatron-LM's with `--fp8-recipe tensorwise`; other
+    recipes and their flags are rejected"""
+    accepted = "--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-end-in-bf16 2"
+    line = scan([*accepted.split(), *words.split()], training_flags())
+    assert [problem.code.partition("-")[0] for problem in line.problems] == ["unsupported"]
+    assert line.warnings == []
+    line = scan([*accepted.split(), "--fp8-recipe", "tensorwise"], training_flags())
+    assert (line.problems, line.warnings) == ([], [])
+    assert line.values["num_layers_at_end_in_bf16"] == 2
 
 
 if __name__ == "__main__":

@@ -102,6 +102,13 @@ def test_required_options_are_reported_together():
     assert ("out-of-range", ("num_layers",)) in zip(codes(found), fields(found), strict=True)
 
 
+def test_layers_of_a_program_are_not_in_fp8():
+    fp8 = config_of(fp8_format="hybrid", fp8_recipe="rowwise")
+    assert codes(problems(fp8)) == []
+    with_layer = dataclasses.replace(fp8, custom_parts={"layer": "__main__.layer"})
+    assert codes(problems(with_layer)) == ["fp8-of-own-layers"]
+
+
 def test_numbers_that_are_not_finite_suppress_other_problems():
     config = config_of(lr=float("inf"), clip_grad=float("inf"), hidden_size=50)
     found = config.problems(1)

@@ -16,6 +16,7 @@ from megatron_ds.config import (
     DataConfig,
     DeepSpeedConfig,
     MoEConfig,
+    PrecisionConfig,
     RecomputeConfig,
     RuntimeConfig,
     ScheduleConfig,
@@ -344,6 +345,28 @@ def test_selective_recomputation_of_a_fused_kernel_is_noted(
     assert codes(noted) == expected
     plain = Trial(config(dropout), model, Mesh.single(), device)
     assert codes(trials.selective_recompute(plain)) == []
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_products_in_fp8_without_a_kernel_are_noted(
+    recipe: str, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = PrecisionConfig(bf16=bf16, fp8_format="e4m3", fp8_recipe=recipe)
+    asked: list[tuple[torch.device, bool]] = []
+
+    def has_kernel(device: torch.device, by_row: bool) -> bool:
+        asked.append((device, by_row))
+        return device == ELSEWHERE
+
+    monkeypatch.setattr(trials, "has_kernel", has_kernel)
+    model = MagicMock()
+    for device in (CPU, ELSEWHERE):
+        trial = Trial(config(precision=precision), model, Mesh.single(), device)
+        expected = [] if bf16 and device == ELSEWHERE else ["fp8-without-kernel"]
+        assert codes(trials.fp8_products(trial)) == expected
+    assert codes(trials.fp8_products(Trial(config(), model, Mesh.single(), CPU))) == []
+    assert asked == [(device, recipe == "rowwise") for device in (CPU, ELSEWHERE) if bf16]
 
 
 def test_problems_are_reported_in_the_order_of_the_checks(

@@ -318,6 +318,11 @@ def test_the_tool_prints_a_page_json_and_a_picture(
     assert page.index("layouts that fit") < page.index("memory of a rank") < page.index("rank 3")
     assert "<svg" in picture.read_text("utf-8")
 
+    assert "fp8" not in page
+    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+    assert tool.main(shlex.split(f"{line} {fp8}")) == 0
+    assert "fp8" in capsys.readouterr().out
+
     assert tool.main([*shlex.split(line), "--json", "--hardware", "a100"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert len(values["rank_map"]["ranks"]) == 65536

@@ -45,8 +45,8 @@ def prepare(settings: Settings) -> None:
     converters: Any = settings.take("model.converters", [])
     if converters:
         settings.lacking.append(
-            f"model.converters {converters}: fp8 and other formats of the linear layers are not "
-            "supported; leave the converters out"
+            f"model.converters {converters}: formats of the linear layers are not translated; "
+            "leave the converters out, or use --fp8-format and --fp8-recipe"
         )
 
 

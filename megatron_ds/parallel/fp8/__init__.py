@@ -1,0 +1,1 @@
+"""Linear layers whose products are of numbers in fp8."""

@@ -1,0 +1,273 @@
+"""Linear layers in fp8 on a CPU: what is rounded to what, and the products of it.
+
+Claim (precision): linear layers in fp8 are, bit for bit, products of numbers rounded by the stated
+rule, forward and backward, with one scale for a tensor or for each row and column
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ds.config import ModelConfig, PrecisionConfig
+from megatron_ds.model.fp8_layers import compute_in_fp8, rounded_weights
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.fp8 import linear, rounding
+from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
+from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, multiply, multiply_by_kernel, round_matrix
+from megatron_ds.parallel.linear import ColumnParallelLinear
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.weights import linear_weights
+
+FORMATS = {"e4m3": (E4M3, 4, 7, 448.0), "e5m2": (E5M2, 5, 15, 57344.0)}
+"""Type, bits of the exponent, its bias, largest number."""
+ALONE = Mesh.single().tp
+RECIPES = ["tensorwise", "rowwise"]
+SHAPE = ModelConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=2,
+    seq_length=8,
+    max_position_embeddings=8,
+    vocab_size=40,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    # Of very different sizes, so that some are below the smallest number of the format.
+    return (torch.randn(shape, generator=generator) ** 5).to(dtype)
+
+
+@functools.cache
+def numbers_of(name: str) -> list[float]:
+    """The numbers of a format that are not negative, in order, by its bits."""
+    _, bits, bias, largest = FORMATS[name]
+    fraction_bits = 7 - bits
+    numbers = []
+    for code in range(128):
+        exponent, fraction = divmod(code, 2**fraction_bits)
+        power = max(exponent, 1) - bias - fraction_bits
+        numbers.append(math.ldexp(fraction + (2**fraction_bits if exponent else 0), power))
+    return [number for number in numbers if number <= largest]
+
+
+def nearest(value: float, name: str) -> float:
+    """The nearest number of a format; of two, the one whose last bit is 0."""
+    numbers = numbers_of(name)
+    at = bisect.bisect_left(numbers, abs(value))
+    if at == len(numbers):  # above the largest one by rounding
+        return math.copysign(numbers[-1], value)
+    below = max(at - 1, 0)
+    to_upper = numbers[at] - abs(value)
+    to_lower = abs(value) - numbers[below]
+    index = min([(to_upper, at % 2, at), (to_lower, below % 2, below)])[2]
+    return math.copysign(numbers[index], value)
+
+
+def round_naively(x: Tensor, dim: int, name: str, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Codes as fp32 numbers, with the summed dimension last, and scales [rows, 1]."""
+    rows = x.float() if dim == 1 else x.float().t()
+    codes = torch.empty_like(rows)
+    scales = []
+    for index, row in enumerate(rows):
+        amax = (row if by_row else rows).abs().max()
+        scale = amax / FORMATS[name][3] if amax > 0 else torch.ones(())
+        scales.append(scale)
+        codes[index] = torch.tensor([nearest(float(value / scale), name) for value in row])
+    return codes, torch.stack(scales).view(-1, 1)
+
+
+def product_of(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    return a[0] @ b[0].t() * a[1] * b[1].t()
+
+
+def recipe_of(name: str, gradients: str = "hybrid") -> Fp8Recipe:
+    return Fp8Recipe(E5M2 if gradients == "hybrid" else E4M3, name == "rowwise", ALONE)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_numbers_are_rounded_to_the_nearest_of_the_format(
+    name: str, by_row: bool, dim: int
+) -> None:
+    x = draw(24, 20)
+    x[3] = 0.0
+    x[0, :4] = torch.tensor([448.0, 13.0, 15.0, -0.0]) * 2.0**8  # ties with this largest number
+    rounded = round_matrix(x, dim, FORMATS[name][0], by_row=by_row, groups=())
+    codes, scales = round_naively(x, dim, name, by_row)
+    assert torch.equal(rounded.codes.float(), codes)
+    assert torch.equal(rounded.scale.expand_as(scales), scales)
+    assert rounded.codes.is_contiguous()
+    assert torch.equal(rounded.values(), codes * scales)
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-43, 1e-38])
+def test_ranges_of_zeros_and_the_smallest_numbers_have_scale_one(amax: float) -> None:
+    rounded = round_matrix(torch.full((3, 4), amax), 1, E4M3, by_row=True, groups=())
+    assert torch.equal(rounded.scale, torch.ones(3, 1))
+    assert not rounded.codes.float().any()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_numbers_that_are_not_finite_stay_visible(value: float, by_row: bool) -> None:
+    x = draw(4, 16)
+    x[2, 3] = value
+    a = round_matrix(x, 1, E4M3, by_row=by_row, groups=())
+    b = round_matrix(draw(5, 16), 1, E4M3, by_row=by_row, groups=())
+    y = multiply(a, b, None, torch.float32)
+    assert y[2].isnan().all()
+    assert y[0].isfinite().all() or not by_row
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("gradients", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_is_products_of_rounded_numbers(
+    recipe: str, gradients: str, dtype: torch.dtype
+) -> None:
+    by_row = recipe == "rowwise"
+    name = "e5m2" if gradients == "hybrid" else "e4m3"
+    x = draw(3, 4, 24, dtype=dtype).requires_grad_()
+    weight = draw(20, 24, dtype=dtype).requires_grad_()
+    bias = draw(20, dtype=dtype).requires_grad_()
+    grad = draw(3, 4, 20, seed=1, dtype=dtype)
+    y = Fp8Linear(recipe_of(recipe, gradients), ALONE, 0)(x, weight, bias)
+    y.backward(grad)
+
+    rows = x.detach().flatten(0, 1)
+    g = grad.flatten(0, 1)
+    round_e4m3 = functools.partial(round_naively, name="e4m3", by_row=by_row)
+    round_gradient = functools.partial(round_naively, name=name, by_row=by_row)
+    wanted = product_of(round_e4m3(rows, 1), round_e4m3(weight.detach(), 1)) + bias.detach().float()
+    grad_x = product_of(round_gradient(g, 1), round_e4m3(weight.detach(), 0))
+    grad_weight = product_of(round_gradient(g, 0), round_e4m3(rows, 0))
+    assert torch.equal(y.flatten(0, 1), wanted.to(dtype))
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
+    assert torch.equal(x.grad.flatten(0, 1), grad_x.to(dtype))
+    assert torch.equal(weight.grad, grad_weight.to(dtype))
+    assert torch.equal(bias.grad, g.sum(0))
+    exact = rows.double() @ weight.detach().double().t() + bias.detach().double()
+    assert 1e-3 < (y.flatten(0, 1) - exact).norm() / exact.norm() < 0.1  # 3 bits, not 7
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_kernel_multiplies_the_same_numbers(by_row: bool, dtype: torch.dtype) -> None:
+    """The kernel of devices, as torch has it for CPUs, where it is not used."""
+    a = round_matrix(draw(32, 48), 1, dtype, by_row=by_row, groups=())
+    b = round_matrix(draw(16, 48), 1, E4M3, by_row=by_row, groups=())
+    bias = draw(16, dtype=torch.bfloat16)
+    wanted = multiply(a, b, bias, torch.bfloat16).float()
+    found = multiply_by_kernel(a, b, bias, torch.bfloat16).float()
+    assert (found - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+    assert not rounding.has_kernel(torch.device("cpu"), by_row)
+
+
+def test_gradients_scaled_by_powers_of_two_are_rounded_alike() -> None:
+    """Losses are divided by the micro-batches of a step."""
+    x = draw(12, 16)
+    for by_row in (False, True):
+        one, other = (
+            round_matrix(value, 1, E5M2, by_row=by_row, groups=()) for value in (x, x / 8)
+        )
+        assert torch.equal(one.codes.float(), other.codes.float())
+        assert torch.equal(one.scale, other.scale * 8)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_rounded_once_in_a_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded: list[Any] = []
+
+    def count(x: Tensor, dim: int, *args: Any, **options: Any) -> rounding.Rounded:
+        rounded.append(x)
+        return round_matrix(x, dim, *args, **options)
+
+    monkeypatch.setattr(linear, "round_matrix", count)
+    rule = recipe_of(recipe)
+    layer = Fp8Linear(rule, ALONE, 0)
+    weight = torch.nn.Parameter(draw(16, 16))
+    x = draw(4, 16).requires_grad_()
+    outputs = []
+    for _ in range(2):
+        with rule.weights.kept():
+            for _ in range(3):
+                outputs.append(layer(x, weight, None))
+                outputs[-1].sum().backward()
+        weight.data *= 3.0  # by no operation that a version counts
+    directions = 2 if recipe == "rowwise" else 1
+    assert sum(value.shape == weight.shape for value in rounded) == 2 * directions
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[3])
+
+
+def test_layer_computes_in_fp8_in_training_only() -> None:
+    weights = linear_weights("", (16, 16), None, bias=False, std=1.0)
+    init: Any = SimpleNamespace(normal=lambda name, std: lambda shape, dim, ranges: draw(*shape))
+    layer = ColumnParallelLinear(*weights, group=ALONE, init=init)
+    x = draw(4, 16)
+    exact = layer(x)
+    layer.training_product = Fp8Linear(recipe_of("tensorwise"), ALONE, 0)
+    assert not torch.equal(layer(x), exact)
+    assert torch.equal(layer.eval()(x), exact)
+
+
+def model_of(**options: Any) -> GPTModel:
+    model = GPTModel(SHAPE, mesh=Mesh.single(), rng=RngStreams(0), seed=3)
+    compute_in_fp8(model, PrecisionConfig(**options))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"first_last_layers_bf16": True}, [1, 2]),
+        ({"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 0}, [0, 1, 2]),
+        ({"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 3}, []),
+        ({"num_layers_at_end_in_bf16": 3}, [0, 1, 2, 3]),
+    ],
+)
+def test_linear_layers_of_the_selected_layers_are_in_fp8(
+    options: dict[str, Any], numbers: list[int]
+) -> None:
+    model = model_of(fp8_format="hybrid", fp8_recipe="rowwise", **options)
+    names = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "training_product", None) is not None
+    ]
+    parts = ["attention.proj", "attention.qkv", "mlp.fc_in", "mlp.fc_out"]
+    assert sorted(names) == [f"layers.{number}.{part}" for number in numbers for part in parts]
+    assert list(model.state_dict()) == list(model_of().state_dict())
+    assert (rounded_weights(model) is None) == (not numbers)
+
+
+def test_compiled_layers_compute_the_same() -> None:
+    """Claim (precision): layers compiled with `--compile` compute in fp8 as eager ones do"""
+    model = model_of(fp8_format="hybrid", fp8_recipe="tensorwise")
+    tokens = torch.arange(18).view(2, 9)
+    gradients = []
+    for layer in (model.layers["0"], None):
+        if layer is None:
+            for block in model.layers.values():
+                block._layer = torch.compile(block._all, backend="eager")
+        model.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})  # type: ignore[union-attr]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
