@@ -258,6 +258,15 @@ def test_steps_on_given_samples_are_equal(
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_steps_of_a_run_are_equal(run: tuple[str, Path, list[Any]], corpus: Path) -> None:
+    """Claim (logging): three steps of torchtitan, OLMo-core and nanotron between two checkpoints
+    are computed again by one process, and equal (`make test-interop`)"""
+    trainer, folder, _ = run
+    result = check(trainer, folder, corpus, SAVED, END)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "equal: weights, exp_avg and exp_avg_sq of " in result.stdout
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_of_the_trainer_is_named(
     mistake: str, mistaken: tuple[str, Path], corpus: Path

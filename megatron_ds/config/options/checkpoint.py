@@ -182,9 +182,10 @@ class CheckpointConfig:
             yield exclusive_problem("finetune", "reset_iteration")
         if self.load is None:
             return
-        load = split_location(self.load)[1]
+        program, load = split_location(self.load)
         folder, name = os.path.split(os.path.normpath(load))
         is_one = name.startswith("global_step") and not name.endswith("_universal")
+        is_one &= program not in TRAINERS  # gpt-neox has folders of this name
         if is_one and not is_url(load):  # a URL's is reported when it is downloaded
             yield Problem("load-is-one-checkpoint", settings=self, name=name, folder=folder or ".")
         elif self.is_new_run and self.save is not None and is_same_path(self.save, load):
