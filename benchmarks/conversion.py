@@ -42,8 +42,10 @@ RATIOS = ((TO_GGUF, BOTH, 0.5), (TO_GGUF, COPY, 1.5), (TO_HF, COPY, None))
 """Pairs of times, and the largest ratio that is aimed at."""
 MEMORY = 400e6
 """Bytes that a conversion may have beyond two tensors, the program itself among them."""
-ELEMENT_BYTES = {TO_GGUF: 2, TO_HF: 2, TO_Q8: 4}
-"""Bytes of an element of the tensors that a conversion reads; q8_0 is made of fp32."""
+OURS = (TO_GGUF, TO_Q8, TO_HF)
+"""Conversions of this program."""
+ELEMENT_BYTES = 2
+"""Bytes of an element of the tensors, in bf16."""
 OUTPUTS = {
     TO_GGUF: "model.gguf",
     COPY: "copy.gguf",
@@ -127,7 +129,7 @@ def measure(shape: Shape, folder: Path, rounds: int, converter: Sequence[str]) -
             _remove(output)
             took, peak = run(command, output if name == COPY else None)
             seconds.setdefault(name, []).append(took)
-            if name in ELEMENT_BYTES:
+            if name in OURS:
                 peaks.setdefault(name, []).append(peak)
             sizes[name] = _size(output)
             _drop(output)
@@ -144,7 +146,7 @@ def measure(shape: Shape, folder: Path, rounds: int, converter: Sequence[str]) -
         "seconds": seconds,
         "ratios": ratios(seconds),
         "peak_bytes": {name: max(values) for name, values in peaks.items()},
-        "limit_bytes": {name: 2 * largest * ELEMENT_BYTES[name] + MEMORY for name in peaks},
+        "limit_bytes": dict.fromkeys(peaks, 2 * largest * ELEMENT_BYTES + MEMORY),
     }
 
 
