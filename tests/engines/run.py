@@ -234,7 +234,6 @@ def run_all(engines: Sequence[str] = (), names: Sequence[str] = ()) -> Record:
     Returns:
         Counts and failures, as the other sections of the proofs have them.
     """
-    results = read_results()
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=os.environ.get("ENGINES_SCRATCH")) as scratch:
@@ -259,6 +258,7 @@ def run_all(engines: Sequence[str] = (), names: Sequence[str] = ()) -> Record:
                     failures[f"{engine} {model.name}"] = reason
                 print(f"{model.name:20} {_shown(record)} {'FAILED: ' + reason if reason else ''}")
             installed = versions(python)
+            results = read_results()  # another process may have added an engine
             results[engine] = {
                 "version": installed.get(ENGINES[engine].package, "?"),
                 "transformers": installed.get("transformers", ""),
