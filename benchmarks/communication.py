@@ -41,7 +41,7 @@ OPERATIONS = {
 """Operator of torch.distributed -> name, and how often each rank sends the message on a ring."""
 NEGLIGIBLE = 1000
 """Bytes of messages that are norms and flags, not parameters or gradients."""
-PRECISIONS = {
+PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
     "bf16, summed in bf16": {"bf16": True, "accumulate_allreduce_grads_in_fp32": False},

@@ -172,9 +172,7 @@ def ladder_of(config: Config, settings: LadderSettings) -> Ladder:
             chosen = _descending(sizes[:top], count, settings.size_factor)
             if _operations(chosen, ratios, target, settings) <= 1.001 * budget:
                 return Ladder(target, _rungs(chosen, ratios, target, settings))
-    raise UserError(
-        Problem("ladder-budget-too-small", "budget", budget=f"{budget:.3g}", runs=settings.runs)
-    )
+    raise UserError(Problem("ladder-budget-too-small", "budget", budget=f"{budget:.3g}"))
 
 
 def _descending(sizes: list[Rung], count: int, factor: float) -> list[Rung]:
