@@ -224,7 +224,11 @@ def test_health_and_page() -> None:
     # The page loads nothing from elsewhere; the URL is the name of SVG's elements.
     assert re.findall(r"\w+://[^\s\"']+", page.text) == ["http://www.w3.org/2000/svg"]
     assert "default-src 'none'; connect-src 'self'" in page.text
-    assert re.findall(r'ask\("([\w/]+)"', page.text) == ["v1/completions", "info"]
+    assert re.findall(r'"(v1/[\w/]+|info)"', page.text) == [
+        "v1/chat/completions",
+        "v1/completions",
+        "info",
+    ]
 
 
 def test_a_failed_request_does_not_stop_the_server() -> None:
