@@ -4,8 +4,9 @@
     python benchmarks/convergence.py --output results.json --image curves.png
 
 The recipes are GPT-2 with AdamW and a cosine, the parts of Qwen 3 with z-loss, Muon, a constant
-rate with a decay at the end (WSD), and the mean of the last checkpoints of a constant rate. Beside
-them, GPT-2 in plain PyTorch is trained as nanoGPT does. Every recipe runs with several seeds, and
+rate with a decay at the end (WSD), the mean of the last checkpoints of a constant rate, and the
+first one in bf16 and with linear layers in fp8. Beside them, GPT-2 in plain PyTorch is trained as
+nanoGPT does. Every recipe runs with several seeds, and
 a seed determines the weights and the order of the data. The text is the standard library of Python.
 """
 
@@ -41,6 +42,7 @@ DECAY = 0.2
 MERGES = 5
 """Merged checkpoints."""
 COSINE = {"lr_decay_style": "cosine", "lr": 1.5e-3, "min_lr": 1.5e-4}
+BF16 = {**COSINE, "bf16": True}
 CONSTANT = {"lr_decay_style": "constant", "lr": 1.5e-3}
 RECIPES: dict[str, Mapping[str, object]] = {
     "GPT-2, AdamW, cosine": COSINE,
@@ -63,6 +65,15 @@ RECIPES: dict[str, Mapping[str, object]] = {
         "min_lr": 0,
     },
     MERGED: CONSTANT,
+    "GPT-2, AdamW, cosine, bf16": BF16,
+    **{
+        f"GPT-2, AdamW, cosine, fp8 {recipe}": {
+            **BF16,
+            "fp8_format": "hybrid",
+            "fp8_recipe": recipe,
+        }
+        for recipe in ("tensorwise", "rowwise")
+    },
 }
 """Name -> flags beyond the common ones."""
 
@@ -73,13 +84,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--iterations", type=int, default=300, help="of a run (default: %(default)s)")
     add("--seeds", type=int, default=3, help="runs of each recipe (default: %(default)s)")
     add("--jobs", type=int, default=2, help="runs at a time, each with one thread")
+    names = [PLAIN, *RECIPES]
+    add("--recipes", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
     add("--output", type=Path, help="file for the results (JSON)")
     add("--image", type=Path, help="file for the loss curves (PNG)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
         folder = Path(temporary)
         data = make_data(folder)
-        names = [PLAIN, *RECIPES]
+        names = options.recipes
         runs = {
             (name, seed): pool.submit(train, name, seed, folder, data, options.iterations)
             for seed in range(1, options.seeds + 1)
