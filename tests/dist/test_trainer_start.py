@@ -90,7 +90,7 @@ def start(rank: int, peers: Sequence[Peer], folder: str) -> list[int]:
     compared = []
     for peer in peers:
         config, plan, problems = make_plan(config_of(peer, shared))
-        assert problems == [], peer
+        assert problems == [], (peer, [problem.render() for problem in problems])
         source = plan.imported
         assert source is not None
         config = config.with_vocab(source.settings.model.vocab_size)

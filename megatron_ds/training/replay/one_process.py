@@ -94,7 +94,7 @@ def one_process(
     dropped -= vars(before.data).keys()  # where token files are cached is `restricted` below
     unlike = {name: field_value(default, name) for name in dropped}
     config = before.with_values({**unlike, **replaced})
-    is_run = split_location(values.get("load", ""))[1] == str(run)
+    is_run = split_location(values.get("load") or "")[1] == str(run)
     known = {*trust.changes, *(("load",) if is_run else ())}
     config = restricted(config, run, folder, replaced=known, is_trusted=trust.files)
     names = {x for x in GROUP_OF_FIELD if field_value(config, x) != field_value(default, x)}

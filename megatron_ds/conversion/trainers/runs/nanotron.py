@@ -98,11 +98,14 @@ def with_nanotron_run(
         return source
     path = source.path
     file = file_in(path, NANOTRON_METADATA)
+    files = _files(path) if options.optimizer else {}
     with malformed_values(file):
-        metas = read_json_object(file)["metas"]
+        recorded = read_json_object(file)
+        if "metas" not in recorded and not files:
+            return source  # weights that no run has saved
+        metas = recorded["metas"]
         step = int(metas["last_train_step"])
         samples = int(metas["consumed_train_samples"])
-    files = _files(path) if options.optimizer else {}
     if not files:
         run = SavedRun(step, samples, None, None, None, settings=StepSettings(data=DATA))
         return dataclasses.replace(source, run=run, unread="it has no optimizer states")
