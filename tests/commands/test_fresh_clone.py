@@ -75,7 +75,9 @@ BROUGHT = {
 }
 """Files that a user brings for the commands that name them, and their source in this test."""
 PAGES = ("running/reports", "start/use", "use/serving", "use/evaluation", "start/finetuning")
-NOT_RUN = re.compile(r"\.\.\.|^(pip|vllm|transformers|mlx_lm.server|llama-server) | (--tasks|run --model) |/v1/chat/")
+OTHERS = r"^(pip|vllm|transformers|mlx_lm\.server|llama-server) "
+"""Programs of other packages."""
+NOT_RUN = re.compile(rf"\.\.\.|{OTHERS}| (--tasks|run --model) |/v1/chat/")
 """Also those that need a network or a chat template: `tests/e2e/test_harness.py` and
 `test_server_clients.py` run others."""
 ITERATIONS = (
