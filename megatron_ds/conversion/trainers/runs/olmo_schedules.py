@@ -121,17 +121,35 @@ def _wsd(values: Mapping[str, Any], peak: float, end: int) -> Schedule:
     return Schedule("", rate, _points(*points) if points else "--lr-decay-style constant")
 
 
-def _linear(values: Mapping[str, Any], peak: float, end: int) -> Schedule:
+def _falling(
+    values: Mapping[str, Any], peak: float, end: int, between: Callable[[int], float]
+) -> Callable[[int], float]:
+    """The rate of a schedule that falls from the end of its warmup to its last step.
+
+    Args:
+        values: Settings of the schedule.
+        peak: Maximum learning rate.
+        end: Step from which on the rate is the least.
+        between: The rate of a step from the end of the warmup on, before `end`.
+    """
     warmup = _warmup(values, end)
-    low = peak * float(values["alpha_f"])
 
     def rate(step: int) -> float:
         if step < warmup:
             return _warming(values, peak, warmup, step)
-        if step >= end:
-            return low
+        return between(step) if step < end else peak * float(values["alpha_f"])
+
+    return rate
+
+
+def _linear(values: Mapping[str, Any], peak: float, end: int) -> Schedule:
+    warmup = _warmup(values, end)
+    low = peak * float(values["alpha_f"])
+
+    def straight(step: int) -> float:
         return peak - (peak - low) * (step - warmup) / (end - warmup)
 
+    rate = _falling(values, peak, end, straight)
     if warmup:
         return Schedule("", rate, _points(*_start(values, peak, warmup), (end - 1, low / peak)))
     first = rate(1) / peak
@@ -142,13 +160,10 @@ def _cosine(values: Mapping[str, Any], peak: float, end: int) -> Schedule:
     warmup = _warmup(values, end)
     low = peak * float(values["alpha_f"])
 
-    def rate(step: int) -> float:
-        if step < warmup:
-            return _warming(values, peak, warmup, step)
-        if step >= end:
-            return low
+    def half_wave(step: int) -> float:
         return low + (peak - low) * (1 + math.cos(math.pi * (step - warmup) / (end - warmup))) / 2
 
+    rate = _falling(values, peak, end, half_wave)
     flags = f"--lr-decay-style deepspeed-cosine --lr-decay-iters {end} --min-lr {low:.9g}"
     return Schedule("", rate, f"{flags} --lr-warmup-iters {warmup}" if warmup else flags)
 
