@@ -187,7 +187,7 @@ class Scanner:
             self._given[new.flag.names[0]] = GivenFlag(new.flag, new.option, new.arguments, values)
             return
         old = self._given.pop(dashed(new.option), new)
-        if old.value != new.value:
+        if old is not new and old.value != new.value:  # nan differs from itself
             self.line.warnings.append(Problem("repeated-flag", new.flag.field, old=old, new=new))
         self._given[dashed(new.option)] = new
 
@@ -370,7 +370,7 @@ def _resolve(entries: list[GivenFlag]) -> tuple[dict[str, Any], list[Problem]]:
         before = first.setdefault(entry.flag.field, entry)
         if before.value in entry.flag.yields_to:
             continue
-        if before.value != entry.value:
+        if before is not entry and before.value != entry.value:
             problems.append(
                 Problem("contradicting-flags", entry.flag.field, before=before, each=entry)
             )

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ds.config.problems import UserError
+from megatron_ds.config.problems import UserError, raise_if_any
 from megatron_ds.ladder.options import Run
 from megatron_ds.ladder.records import RUN_NAME, LadderRecord, RunEntry
 from megatron_ds.slurm.job_file import FILE, job_file
-from megatron_ds.slurm.jobs import call
+from megatron_ds.slurm.jobs import call, job_problems
 from megatron_ds.slurm.options import Submit
 from megatron_ds.slurm.records import OUTPUT, record
 from megatron_ds.slurm.run_settings import check_run
@@ -28,8 +28,14 @@ def submit(options: Run, ladder: LadderRecord, runs: Sequence[RunEntry]) -> None
     run.
 
     Raises:
-        UserError: If the settings of a run have problems, or Slurm refuses the job.
+        UserError: If the settings of a run have problems, one of them has a job that is alive, or
+            Slurm refuses the job.
     """
+    raise_if_any(
+        problem.with_prefix(f"{run.name}: ")
+        for run in runs
+        for problem in job_problems(ladder.save_of(run))
+    )
     for run in runs:
         _write_job(options, ladder, run)
     path = ladder.folder / FILE

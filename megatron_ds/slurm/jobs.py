@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
-from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.slurm.records import last_job
 
 ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "PREEMPTED")
 """States of a job that is queued or runs."""
@@ -37,3 +40,14 @@ def job_fields(job: str) -> dict[str, str]:
             raise
         return {}
     return dict(re.findall(r"(\w+)=(\S*)", shown))
+
+
+def job_problems(run: Path) -> Iterator[Problem]:
+    """Yields a problem if the last job of a run is queued or runs.
+
+    Args:
+        run: Folder of the run.
+    """
+    job = last_job(run)
+    if job is not None and (state := job_fields(job).get("JobState")) in ALIVE:
+        yield Problem("slurm-job-is-alive", "run", job=job, state=state)

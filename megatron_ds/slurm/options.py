@@ -92,4 +92,4 @@ class Restart(Command, program=PROGRAM):
     status: int = option_field(0, metavar="STATUS", positional=True, required=True)
     """Exit status of the run."""
     job: str = option_field("", required=True)
-    """Number of the job."""
+    """Number of the job; of a task of an array ARRAY_TASK."""

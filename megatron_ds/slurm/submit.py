@@ -11,9 +11,9 @@ from megatron_ds.config.options.checkpoint import is_url
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.reports.history import run_problems
 from megatron_ds.slurm.job_file import FILE, job_file
-from megatron_ds.slurm.jobs import ALIVE, call, job_fields
+from megatron_ds.slurm.jobs import call, job_problems
 from megatron_ds.slurm.options import Submit
-from megatron_ds.slurm.records import OUTPUT, last_job, record
+from megatron_ds.slurm.records import OUTPUT, record
 from megatron_ds.slurm.run_settings import check_run
 from megatron_ds.slurm.time_limit import seconds_of
 
@@ -73,8 +73,7 @@ def _job_problems(options: Submit) -> Iterator[Problem]:
             yield from run_problems(name, [path], may_start=True)
     if options.print_file:
         return
-    job = last_job(Path(options.run))
     if shutil.which("sbatch") is None:
         yield Problem("slurm-missing", program="sbatch")
-    elif job is not None and (state := job_fields(job).get("JobState")) in ALIVE:
-        yield Problem("slurm-job-is-alive", "run", job=job, state=state)
+    else:
+        yield from job_problems(Path(options.run))

@@ -18,6 +18,7 @@ from megatron_ds.cli.doctor.commands import shown
 from megatron_ds.cli.doctor.counterparts import with_counterparts
 from megatron_ds.cli.doctor.frameworks import TrainingCommand, tables
 from megatron_ds.cli.doctor.shell.marks import NAME, unmarked
+from megatron_ds.cli.doctor.transfer import with_transfer
 from megatron_ds.cli.flags import dashed, different_defaults, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
@@ -90,7 +91,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         folder: Where a DeepSpeed file that the script writes is put.
     """
     warnings: list[Problem] = []
-    command = replace(command, flags=with_counterparts(command.flags))
+    command = with_transfer(replace(command, flags=with_counterparts(command.flags)))
     config, _ = build_config(command.flags, world_size=1, warn=lambda _: None)
     smallest = math.prod(max(1, size) for size in config.axis_sizes.values())
     world_size = command.world_size or smallest
@@ -112,7 +113,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
 
     used = {name for word in command.flags for name in NAME.findall(unmarked(word))}
     unread = command.reading.unread + [
-        f"{location}: ${variable} is not set; --set {variable}=VALUE sets it"
+        f"{location}: ${variable} is not set; {_setter(variable)}"
         for variable, location in command.reading.unset.items()
         if variable in used and not variable.startswith("SLURM_")
     ]
@@ -120,11 +121,20 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     differences = [*map(text, warnings), *unclipped]
     if command.world_size is None:
         differences.append(f"the number of processes is left open: {smallest} here; --world-size N")
-    differences += command.differences if command.source else _defaults(config, command)
+    differences += command.differences
+    if not command.source:
+        differences += _defaults(config, command)
     lacking = [*map(unmarked, command.lacking), *missing]
     lacking += [text(item) for item in problems if getattr(item, "code", "") not in MISSING_FILES]
     written = config if path is None else config.with_values({"deepspeed_config": path})
     return Diagnosis(command, written, config, world_size, unread, differences, lacking)
+
+
+def _setter(variable: str) -> str:
+    """What sets a variable of a script, or one of its arguments."""
+    if variable.isdecimal():
+        return "arguments behind the script's name set it"
+    return f"--set {variable}=VALUE sets it"
 
 
 def flags_of(config: Config) -> Iterator[tuple[str, list[str]]]:

@@ -33,7 +33,7 @@ class TransferConfig(VocabularyConfig, ResidualConfig, AttentionConfig, SizesCon
     is scaled alike, as in CompleteP (default: the depth is not scaled)."""
     mup_base_head_dim: float | None = option_field(None, above=0, only_with=MUP)
     """Attention scores are multiplied by sqrt(this) / head dimension ^ power (default: 1)."""
-    mup_attn_scale_power: float = option_field(1.0, only_with=MUP)
+    mup_attn_scale_power: float = option_field(1.0, minimum=0, maximum=10, only_with=MUP)
     """Power of the head dimension in the factor of the attention scores; 0.5 is ordinary
     attention."""
     mup_embedding_mult: float = option_field(1.0, above=0, only_with=MUP)

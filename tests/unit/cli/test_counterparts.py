@@ -9,6 +9,8 @@ import pytest
 from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.counterparts import with_counterparts
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose
+from megatron_ds.cli.doctor.frameworks import TrainingCommand
+from megatron_ds.cli.doctor.transfer import with_transfer
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.doctor import command as doctor
@@ -45,6 +47,40 @@ WRITTEN = {
 }
 
 
+FORK = "--deepspeed --num-layers 32 --hidden-size 2560 --num-attention-heads 32"
+TRANSFERRED = {
+    # The commands that bigscience published, and their defaults.
+    "--mup --mup-input-mult 10 --mup-output-mult 10 --mup-attn-mult 10": (
+        "--use-mup --mup-base-hidden-size 128 --mup-independent-weight-decay "
+        "--mup-embedding-mult 10 --mup-base-head-dim 100 --mup-output-mult 0.00390625"
+    ),
+    "--mup": (
+        "--use-mup --mup-base-hidden-size 128 --mup-independent-weight-decay "
+        "--mup-output-mult 0.000390625"
+    ),
+    # The factor of the logits that muP has here.
+    "--mup_output_mult=512 --mup --mup-base-hidden-size 256 --mup-base-ffn-hidden-size 1024": (
+        "--use-mup --mup-base-hidden-size 512 --mup-independent-weight-decay"
+    ),
+    # Megatron-LM.
+    "--use-mup --mup-base-hidden-size 256 --mup-output-mult 10": (
+        "--use-mup --mup-base-hidden-size 256 --mup-output-mult 10"
+    ),
+    "--scaling-recipe mup --scaling-base-hidden-size=256 --scaling-base-num-layers 4": (
+        "--use-mup --mup-base-hidden-size 256"
+    ),
+    "--scaling-recipe depth_mup --scaling-base-num-layers 4 --scaling-base-head-dim 64": (
+        "--use-mup --mup-independent-weight-decay --mup-base-head-dim 64 --mup-base-num-layers 4"
+    ),
+    "--scaling-recipe none --scaling-base-hidden-size 256": "",
+    # What is not known stays, to be refused by name.
+    "--mup apply --mup-attn-mult 2": "--mup apply --mup-attn-mult 2",
+    "--mup --mup-input-mult $3": "--mup --mup-input-mult $3",
+    "--scaling-recipe hyper": "--scaling-recipe hyper",
+    "--mup-attn-mult 10": "--mup-attn-mult 10",
+}
+
+
 def read(flags: str, folder: Path) -> Diagnosis:
     (command,) = read_source(f"torchrun pretrain_gpt.py {SHAPE} {flags}".split(), {}, 8)
     return diagnose(command, doctor._complete, folder)
@@ -53,6 +89,33 @@ def read(flags: str, folder: Path) -> Diagnosis:
 @pytest.mark.parametrize("line", WRITTEN)
 def test_a_flag_with_another_form_is_written_in_the_form_of_this_program(line: str) -> None:
     assert with_counterparts(line.split()) == WRITTEN[line].split()
+
+
+@pytest.mark.parametrize("line", TRANSFERRED)
+def test_mup_of_another_program_is_written_in_the_flags_of_this_one(line: str) -> None:
+    """Claim (command-line): the doctor translates muP of bigscience's fork and of Megatron-LM"""
+    command = with_transfer(TrainingCommand("script", flags=f"{FORK} {line}".split()))
+    assert command.flags == f"{FORK} {TRANSFERRED[line]}".split()
+    assert command.lacking == []
+
+
+def test_what_mup_of_another_program_does_otherwise_is_named(tmp_path: Path) -> None:
+    """Claim (command-line): the doctor names what muP of another program does otherwise"""
+    result = read("--mup --tensor-model-parallel-size 2 --embed-layernorm", tmp_path)
+    named = "\n".join(result.differences)
+    for words in ("residual connections", "epsilon", "2 tensor-parallel", "deepspeed", "around 0"):
+        assert words in named
+    assert "ffn-hidden-size" not in named
+    assert result.config.model.use_mup
+    assert result.config.model.mup_base_hidden_size == 128
+    assert result.lacking == []
+    result = read("--mup --ffn-hidden-size 128 --mup-output-mult 64", tmp_path)
+    assert "--mup-base-ffn-hidden-size 256: the rate" in "\n".join(result.differences)
+    (missing,) = result.lacking
+    assert missing.startswith("--mup-output-mult 64: ")
+    result = read("--scaling-recipe depth_mup --scaling-base-num-layers 2", tmp_path)
+    assert [entry for entry in result.differences if "biases of linear layers" in entry]
+    assert result.config.model.depth_mult == 2
 
 
 @pytest.mark.parametrize(

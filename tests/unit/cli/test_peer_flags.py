@@ -152,10 +152,12 @@ def test_switches_and_factors_of_other_rates_for_the_width_are_refused(line: str
 @pytest.mark.parametrize(
     ("line", "alternative"),
     [
-        ("--mup", "--use-mup --mup-base-hidden-size 64 --mup-independent-weight-decay"),
+        ("--mup", "--use-mup --mup-base-hidden-size 128 --mup-independent-weight-decay"),
         ("--mup-input-mult 2", "--mup-embedding-mult"),
         ("--mup-attn-mult 2", "--mup-base-head-dim"),
         ("--mup-base-ffn-hidden-size 256", "--mup-base-hidden-size"),
+        ("--scaling-recipe depth_mup", "--mup-base-num-layers"),
+        ("--scaling-base-head-dim 64", "--mup-base-head-dim"),
     ],
 )
 def test_factors_of_other_programs_name_their_counterparts(line: str, alternative: str) -> None:

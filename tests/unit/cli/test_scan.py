@@ -82,6 +82,11 @@ def test_the_last_of_a_repeated_flag_applies_with_a_warning() -> None:
     assert line.problems == []
 
 
+def test_a_value_that_differs_from_itself_contradicts_no_other() -> None:
+    line = scan_of("--lr nan")
+    assert (codes(line.warnings), line.problems) == ([], [])
+
+
 def test_flags_without_effect_are_warnings_by_reason() -> None:
     line = scan_of(
         "--use-flash-attn --DDP-impl local --log-level info --logging-level 20 "

@@ -108,6 +108,15 @@ def test_a_number_that_only_the_script_knows_is_named(tmp_path: Path) -> None:
                for each in found.unread)  # fmt: skip
 
 
+def test_an_argument_that_a_script_was_not_given_is_named_as_one(tmp_path: Path) -> None:
+    script = tmp_path / "sweep.sh"
+    script.write_text("torchrun pretrain_gpt.py --lr $1\n")
+    (unset,) = diagnosis_of(read(script), tmp_path).unread
+    assert "$1 is not set" in unset
+    assert "--set" not in unset
+    assert diagnosis_of(read(script, "1e-3"), tmp_path).unread == []
+
+
 def test_scripts_that_call_scripts_and_commands_in_one_word(tmp_path: Path) -> None:
     inner = tmp_path / "inner.sh"
     inner.write_text('deepspeed pretrain_gpt.py --lr "$2" $EXTRA\n')

@@ -18,6 +18,7 @@ from megatron_ds.config.problems import ignore
 from megatron_ds.ladder import command, runs
 from megatron_ds.ladder.records import LadderRecord, RunEntry, read_ladder
 from megatron_ds.launch.ranks import ray_cluster
+from megatron_ds.slurm import command as slurm
 from tests.unit.reports.run_files import event, start, steps, write_run
 
 TOOL = command
@@ -207,16 +208,12 @@ def test_slurm_gets_an_array_of_the_runs_jobs(
 ) -> None:
     """Claim (command-line): a ladder is one job array of Slurm, whose tasks are the job files of
     its runs"""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "sbatch").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho 7\n')
-    (programs / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    calls = stand_ins(tmp_path, monkeypatch)
     ladder = planned(run, tmp_path / "a ladder", recipe, "--budget", "10%")
     write_losses(ladder, ladder.runs[1:2])
     run("run", ladder.folder, "--launcher", "slurm", "--time", 60, "--sbatch", "partition=gpu")
     array = ladder.folder / "slurm.sbatch"
-    assert (tmp_path / "calls").read_text().splitlines() == [f"--parsable {array}"]
+    assert calls.read_text().splitlines() == [f"sbatch --parsable {array}"]
     text = array.read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert "#SBATCH --array=0,2,3\n" in text
@@ -233,6 +230,54 @@ def test_slurm_gets_an_array_of_the_runs_jobs(
         ["bash", array], env=environment, capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()) == job
+
+
+@pytest.mark.parametrize("number", ["9", "7"])
+def test_a_task_of_the_array_is_queued_again_and_shown_by_the_name_with_which_it_was_submitted(
+    number: str,
+    run: Any,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Claim (command-line): a task of a ladder's array is queued again alone, also the one whose
+    number is that of the array, and `slurm.py status` shows how it has ended"""
+    calls = stand_ins(tmp_path, monkeypatch)
+    ladder = planned(run, tmp_path / "ladder", recipe, "--budget", "10%")
+    words = ("run", ladder.folder, "--launcher", "slurm")
+    run(*words)
+    assert "[slurm-job-is-alive]" in run(*words, status=2).err
+    write_run(ladder.save_of(ladder.runs[2]), [], [start(0), event("checkpoint", 4)])
+    task = {
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "2",
+        "SLURM_JOB_ID": number,
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_CPUS_ON_NODE": "2",
+    }
+    array = ladder.folder / "slurm.sbatch"
+    done = subprocess.run(["bash", array], env={**os.environ, **task}, check=False)
+    assert done.returncode == 143
+    assert calls.read_text().splitlines()[-1] == "scontrol requeue 7_2"
+    slurm.main(["status", str(ladder.save_of(ladder.runs[2]))])
+    shown = capsys.readouterr().out
+    assert "job 7_2: RUNNING" in shown
+    assert "attempt ended with status 143 at iteration 4" in shown
+
+
+def stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts stand-ins of Slurm's programs into PATH; returns the file with their calls."""
+    programs = folder / "bin"
+    programs.mkdir()
+    calls = folder / "calls"
+    fields = "JobState=RUNNING NodeList=n1 Restarts=0 RunTime=00:01 TimeLimit=08:00"
+    show = f'[ "$1" = show ] && echo {fields}; true'
+    for name, then in (("sbatch", "echo 7"), ("scontrol", show), ("srun", "exit 143")):
+        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\n{then}\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return calls
 
 
 def test_ray_runs_this_program_for_each_run(

@@ -244,6 +244,9 @@ def test_what_mup_sets_is_not_set_otherwise() -> None:
     for name in ("embedding_multiplier", "residual_multiplier", "logits_multiplier"):
         assert codes(wide(**{name: 0.5}).problems(1)) == ["mutually-exclusive"]
     assert codes(wide(init_method_xavier_uniform=True).problems(1)) == ["mutually-exclusive"]
+    for power in (500.0, -500.0):  # the factor of the scores would be no number
+        config = Config(model=wide(mup_attn_scale_power=power))
+        assert "out-of-range" in codes(config.problems(1))
     with raises_problem("mup-undeclared-weight"):
         multiplier_rule(OptimizerConfig(lr=0.1), wide())(Weight("layers.0.x.weight", (4, 4)))
 

@@ -34,6 +34,7 @@ def prepare(settings: Settings) -> None:
     _experts(settings)
     _blend(settings)
     _gradients(settings)
+    _transfer(settings)
     decay = settings.number("weight_decay", keeps=True)
     if settings.get("optimizer.type") == "cpu_torch_adam" and decay:
         settings.differences.append(
@@ -293,3 +294,45 @@ def _gradients(settings: Settings) -> None:
             "data_types.grad_accum_dtype is not given: gradients are accumulated in bf16 there; "
             "here in fp32 (--no-accumulate-allreduce-grads-in-fp32)"
         )
+
+
+def _transfer(settings: Settings) -> None:
+    """muP: `mup` in megatron/training.py, model/word_embeddings.py and model/init_functions.py.
+
+    Layers are built while it is switched off, and read the switch then.
+    """
+    positions = settings.number("mup_rp_embedding_mult", 1.0)
+    if positions != 1 and settings.get("pos_emb", "learned") in ("learned", "sinusoidal"):
+        settings.lacking.append(
+            f"mup_rp_embedding_mult {text_of(positions)}: the factor of learned positions, with "
+            "use_mup and without; embeddings have one factor here, --embedding-multiplier"
+        )
+    if not settings.take("use_mup"):
+        return
+    settings.lacking.append(
+        "use_mup True: gpt-neox switches muP on after its layers are built, so that scores, the "
+        "factor of the embedding and the logits of an untied output layer are those without muP, "
+        "and its schedule gives all weights one rate unless the mup package is changed; what was "
+        "meant is --use-mup --mup-base-hidden-size WIDTH --mup-independent-weight-decay, with the "
+        "width in base_shapes_file (docs/training/mup.md)"
+    )
+    embedding = settings.number("mup_embedding_mult", 1.0)
+    if embedding != 1:
+        factor = text_of(embedding)
+        settings.lacking.append(
+            f"mup_embedding_mult {factor}: use --mup-embedding-mult {factor} with --use-mup"
+        )
+    scale = settings.number("mup_init_scale", 1.0)
+    if scale != 1:
+        settings.lacking.append(
+            f"mup_init_scale {text_of(scale)}: multiply --init-method-std by it"
+        )
+    for key in ("mup_attn_temp", "mup_output_temp"):
+        value = settings.number(key, 1.0)
+        if value != 1:
+            settings.differences.append(f"{key} {text_of(value)}: gpt-neox does not use it either")
+    for key in ("save_base_shapes", "coord_check"):
+        if settings.take(key):
+            settings.lacking.append(
+                f"{key} True: gpt-neox writes its file and ends without training; leave the key out"
+            )
