@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,25 +20,41 @@ MAX_THREADS = 16
 """Calls that run at the same time, those that were given up included."""
 
 
+class _Call:
+    """A function that waits for its turn or runs, and the future of its result."""
+
+    def __init__(self, function: Callable[[], Any], result: asyncio.Future[Any]) -> None:
+        self.function = function
+        self.result = result
+        """Cancelled when the call is given up. Belongs to the event loop."""
+        self.turn_ends = math.inf
+        """Time of the monotonic clock after which the next call waits no longer for this one."""
+
+
 class WorkerThread:
     """Runs the calls of an event loop, as a rule one after another.
 
-    Each call has a thread of its own, which nothing interrupts and which ends with the call. A call
-    that is given up, because its time is over or because its task is cancelled, runs to its end
-    next to later ones: an exception that is raised in a thread from outside could reach code that
-    works for another call, or leave a lock locked.
+    A thread takes one call after another and ends when none is left, so that calls that arrive
+    together do not wait for the event loop in between. Nothing interrupts a call. One that takes
+    long, or that is given up because its time is over or because its task is cancelled, runs to its
+    end next to later ones, which another thread takes: an exception that is raised in a thread from
+    outside could reach code that works for another call, or leave a lock locked.
     """
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._free = asyncio.Semaphore(MAX_THREADS)
-        self._running = set[asyncio.Future[Any]]()
-        """Results of calls whose threads run; cancelled ones are of calls that were given up."""
+        self._lock = threading.Lock()
+        """Held while one of the three following attributes is used."""
+        self._waiting = deque[_Call]()
+        self._running = set[_Call]()
+        """One call of each thread."""
+        self._current: _Call | None = None
+        """The running call that the waiting ones wait for."""
 
     @property
     def is_stuck(self) -> bool:
         """Whether no call can run, because of calls that were given up and do not end."""
-        given_up = sum(result.cancelled() for result in self._running)
+        with self._lock:
+            given_up = sum(call.result.cancelled() for call in self._running)
         return given_up >= MAX_THREADS
 
     async def call(self, timeout: float, function: Callable[..., Result], *args: object) -> Result:
@@ -52,45 +71,91 @@ class WorkerThread:
             TimeoutError: If it takes longer.
             RuntimeError: If no thread can be started.
         """
-        async with asyncio.timeout(timeout):
-            async with self._turn:
-                await self._free.acquire()
-                result = self._start(partial(function, *args))
-                try:
-                    await asyncio.wait({result}, timeout=TURN_S)
-                except asyncio.CancelledError:
-                    result.cancel()
-                    raise
-            return await result
-
-    def _start(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Starts a thread; the caller has checked that one more is allowed."""
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[Result] = loop.create_future()
-
-        def end(value: Any, error: Exception | None) -> None:
-            self._running.discard(result)
-            self._free.release()
-            if result.cancelled():
-                return
-            if error is None:
-                result.set_result(value)
-            else:
-                result.set_exception(error)
-
-        def run() -> None:
-            outcome = _outcome(function)
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(end, *outcome)
-
+        call = _Call(partial(function, *args), loop.create_future())
+        with self._lock:
+            self._waiting.append(call)
         try:
-            # A daemon, which the end of the process does not wait for.
-            threading.Thread(target=run, name="reader", daemon=True).start()
-        except RuntimeError:
-            self._free.release()
-            raise
-        self._running.add(result)
-        return result
+            async with asyncio.timeout(timeout):
+                while not call.result.done():
+                    turn_s = self._start_next()
+                    await asyncio.wait({call.result}, timeout=turn_s)
+                result: Result = call.result.result()
+                return result
+        finally:
+            if not call.result.done():
+                self._give_up(call)
+
+    def _start_next(self) -> float:
+        """Starts a thread if calls wait and none is about to take them.
+
+        Returns:
+            Seconds after which this is to be called again.
+
+        Raises:
+            RuntimeError: If no thread can be started.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if self._current is not None and self._current.turn_ends <= now:
+                self._current = None
+            if self._current is None and self._waiting and len(self._running) < MAX_THREADS:
+                call = self._take_next()
+                try:
+                    # A daemon, which the end of the process does not wait for.
+                    threading.Thread(
+                        target=self._run, args=(call,), name="reader", daemon=True
+                    ).start()
+                except RuntimeError:
+                    self._running.discard(call)
+                    self._current = None
+                    self._waiting.appendleft(call)
+                    raise
+            return TURN_S if self._current is None else self._current.turn_ends - now
+
+    def _take_next(self) -> _Call:
+        """Makes the first call that waits the current one. The lock is held."""
+        call = self._waiting.popleft()
+        call.turn_ends = time.monotonic() + TURN_S
+        self._running.add(call)
+        self._current = call
+        return call
+
+    def _run(self, call: _Call) -> None:
+        """Runs a call and then those that wait, unless another thread takes them."""
+        while True:
+            outcome = _outcome(call.function)
+            with suppress(RuntimeError):  # the loop has ended
+                call.result.get_loop().call_soon_threadsafe(_set_outcome, call.result, *outcome)
+            with self._lock:
+                self._running.discard(call)
+                if self._current is call:
+                    self._current = None
+                if self._current is not None or not self._waiting:
+                    return
+                call = self._take_next()
+
+    def _give_up(self, call: _Call) -> None:
+        """Leaves a call alone: it never runs if it waits, and delays no other one if it runs."""
+        with self._lock:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            elif self._current is call:
+                self._current = None
+            call.result.cancel()
+        with suppress(RuntimeError):  # raised again in the call that waits
+            self._start_next()
+
+
+def _set_outcome(
+    result: asyncio.Future[Any], value: object | None, error: Exception | None
+) -> None:
+    if result.cancelled():
+        return
+    if error is None:
+        result.set_result(value)
+    else:
+        result.set_exception(error)
 
 
 def _outcome(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
