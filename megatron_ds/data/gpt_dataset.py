@@ -124,7 +124,10 @@ class NumberedDataset(TokenDataset, ABC):
         return ids
 
     def read_into(self, position: int, ids: IdArray, marks: MarkArray | None = None) -> None:
-        self.read_numbered(self._sample(position), ids, marks)
+        # Each sample that is read comes here; a further call would take 2 % of the time.
+        if not 0 <= position < self._size:
+            raise self._outside(position)
+        self.read_numbered((self._views or self.open())[0][position], ids, marks)
 
     def pieces(self, position: int) -> Iterator[Piece]:
         return self.pieces_of(self._sample(position))
@@ -152,9 +155,12 @@ class NumberedDataset(TokenDataset, ABC):
 
     def _sample(self, position: int) -> int:
         if not 0 <= position < self._size:
-            raise IndexError(f"sample {position} of a dataset of {self._size}")
+            raise self._outside(position)
         sample: int = (self._views or self.open())[0][position]
         return sample
+
+    def _outside(self, position: int) -> IndexError:
+        return IndexError(f"sample {position} of a dataset of {self._size}")
 
 
 class GPTDataset(NumberedDataset):
@@ -198,10 +204,11 @@ class GPTDataset(NumberedDataset):
                 part = tokens[begin : begin + size]
                 # Truncated to 32 bits, an invalid 64-bit id might be valid.
                 ids[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
-            if marks is not None and size and offset + size == lengths[sequence]:
-                marks[filled + size - 1] = Mark.LAST
-            if marks is not None and self.marks:
-                self._mark_without_loss(begin, marks[filled : filled + size])
+            if marks is not None:
+                if size and offset + size == lengths[sequence]:
+                    marks[filled + size - 1] = Mark.LAST
+                if self.marks:
+                    self._mark_without_loss(begin, marks[filled : filled + size])
             filled += size
             at += 1
             offset = 0

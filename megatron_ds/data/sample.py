@@ -52,8 +52,7 @@ class Samples(NamedTuple):
             shape: [B, T], or [N, B, T] for N micro-batches.
             marks: The marks that tokens may have.
         """
-        ids = np.empty(shape, dtype=np.int32)
-        return cls(ids, np.empty(shape, dtype=np.uint8) if marks else None)
+        return cls(np.empty(shape, np.int32), np.empty(shape, np.uint8) if marks else None)
 
     def at(self, index: int) -> Samples:
         """The samples at an index of the first dimension."""

@@ -100,12 +100,14 @@ class SampleReading:
             rows = (ids,) if marks is None else (ids, marks)
             items: list[Item] = list(zip(positions, *rows, strict=True))
             self._rest = dataset.cache.read_present(items, dataset.read_into)
-        elif marks is None:
+            return
+        read_into = dataset.read_into
+        if marks is None:
             for position, row in zip(positions, ids, strict=True):
-                dataset.read_into(position, row)
+                read_into(position, row)
         else:
             for position, row, row_marks in zip(positions, ids, marks, strict=True):
-                dataset.read_into(position, row, row_marks)
+                read_into(position, row, row_marks)
 
     @property
     def is_complete(self) -> bool:
