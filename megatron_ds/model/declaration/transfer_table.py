@@ -10,7 +10,7 @@ from megatron_ds.config.fields import in_effect
 from megatron_ds.model.declaration.architecture import is_state, run_spec
 from megatron_ds.model.declaration.rates import multiplier_rule
 
-HEADER = ("weight", "deviation", "learning rate", "epsilon", "weight decay")
+HEADER = ("weight", "deviation", "learning rate", "epsilon", "decay")
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
