@@ -45,8 +45,8 @@ NEW = 8
 """Tokens that are generated."""
 SCALE = 0.15
 """Factor of random matrices, with which probabilities are neither equal nor all 0 or 1."""
-TEXT = REPOSITORY / "README.md"
-"""Text of the tokenizer and of the prompts."""
+TEXT = (REPOSITORY / "LICENSE").read_text(encoding="utf-8").partition("Definitions.")[2].strip()
+"""Text of the tokenizer and of the prompts, which does not change."""
 
 
 def family_of(name: str) -> str:
@@ -65,7 +65,7 @@ def write_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    library.train([str(TEXT)], trainer)
+    library.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
     library.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -88,7 +88,7 @@ class Exported:
     @cached_property
     def ids(self) -> list[int]:
         """The tokens that are compared."""
-        return self.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:TOKENS]
+        return self.tokenizer.encode(TEXT)[:TOKENS]
 
     @property
     def prompt(self) -> str:

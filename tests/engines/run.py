@@ -8,7 +8,12 @@ has no wheels of for this machine is skipped. Every model of models.yaml is expo
 engine computes its log probabilities of 128 tokens and continues a text. They are equal within
 1e-3, or the table of facts (megatron_ds/conversion/engines/facts.toml) has the reason: a fact
 without effect is a failure, too. The record is results.json, from which docs/use/engines.md is
-written.
+written after each model.
+
+What an engine has computed is kept in build/engines/computed, by the bytes of the export and what
+else the engine was given. A run that was interrupted, or reached its time limit, is continued by
+the same command, and judges again what is kept. Models that are not reached keep their record, as
+far as it is of the same version of the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,19 +42,20 @@ from megatron_ds.conversion.engines.facts import (  # noqa: E402
     ENGINES,
     REFUSES,
 )
+from tests.engines.computed import ENVIRONMENTS, HERE, Computed  # noqa: E402
 from tests.engines.models import MODELS, NEW, Exported, exported, write_tokenizer  # noqa: E402
 from tests.pages import engines as page  # noqa: E402
 from tests.reports import machine  # noqa: E402
 
-HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
-ENVIRONMENTS = REPOSITORY / "build" / "engines"
 EQUAL = 1e-3
 """Difference of two log probabilities in fp32."""
+SLOW = ("openvino", "vllm")
+"""Engines that need minutes, which run last."""
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """Packages that engines require and that no model of texts needs."""
 SECONDS = 1800
-"""Time limit of an engine; models that it does not reach are not recorded."""
+"""Time limit of an engine; the models that it does not reach are the first ones of the next run."""
 TIMEOUT = "timeout"
 EQUALS = "equal"
 CLOSE_TO = "close"
@@ -82,11 +88,21 @@ def environment(engine: str) -> Path | None:
 
 
 def run_engine(
-    engine: str, python: Path, models: Sequence[Exported], folder: Path
+    engine: str, python: Path, models: Sequence[Exported], folder: Path, computed: Computed
 ) -> Iterator[tuple[str, Record]]:
-    """Runs models in an engine, and yields what it made of each.
+    """Runs models in an engine, and yields what it made of each, first of those that are kept.
 
     A model with which the process dies is crashed; the next ones run in another process.
+
+    Args:
+        engine: Its name.
+        python: Interpreter of its environment.
+        models: The models.
+        folder: Folder for files that are not kept.
+        computed: What it has computed before.
+
+    Raises:
+        RuntimeError: If the engine cannot be started.
     """
     cases = []
     for model in models:
@@ -95,42 +111,43 @@ def run_engine(
         except UserError as error:
             yield model.name, {"outcome": REFUSED, "error": _line(error)}
             continue
+        case = {"ids": model.ids, "prompt": model.prompt, "new": NEW}
+        key = computed.key(path, case)
+        if (result := computed.result(key)) is not None:
+            yield model.name, outcome(model, engine, result, computed.values(key))
+            continue
+        computed.forget(key)
         scratch = folder / engine / model.name
         scratch.mkdir(parents=True, exist_ok=True)
         cases.append(
-            {
-                "name": model.name,
-                "model": str(path),
-                "ids": model.ids,
-                "prompt": model.prompt,
-                "new": NEW,
-                "scratch": str(scratch),
-            }
+            {**case, "name": model.name, "key": key, "model": str(path), "scratch": str(scratch)}
         )
     by_name: dict[str, Exported] = {model.name: model for model in models}
-    out = folder / engine / "results.jsonl"
-    runner = HERE / "runners" / f"run_{engine.replace('.', '_').replace('-', '_')}.py"
     deadline = time.monotonic() + SECONDS
+    job = folder / engine / "job.json"
+    log = folder / engine / "log.txt"
     while cases:
-        job = folder / engine / "job.json"
-        out.unlink(missing_ok=True)
-        job.write_text(json.dumps({"cases": cases, "out": str(out)}), encoding="utf-8")
-        log = folder / engine / "log.txt"
-        ended = _run_runner([str(python), str(runner), str(job)], log, deadline)
-        lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-        results = [json.loads(line) for line in lines]
-        for result in results:
-            model = by_name[result["name"]]
-            values = out.with_name(f"{model.name}.npy")
-            yield model.name, outcome(model, engine, result, values)
-        cases = cases[len(results) :]
+        job.parent.mkdir(parents=True, exist_ok=True)
+        job.write_text(
+            json.dumps({"cases": cases, "folder": str(computed.folder)}), encoding="utf-8"
+        )
+        ended = _run_runner([str(python), str(computed.runner), str(job)], log, deadline)
+        done = 0
+        while done < len(cases):
+            key = cases[done]["key"]
+            if (result := computed.result(key)) is None:
+                break
+            model = by_name[cases[done]["name"]]
+            yield model.name, outcome(model, engine, result, computed.values(key))
+            done += 1
+        cases = cases[done:]
         if ended == TIMEOUT:
             return
         if cases:
             end = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            if not computed.has_begun(cases[0]["key"]):
+                raise RuntimeError(f"{computed.runner.name}: {(end or [ended])[0]}")
             yield cases[0]["name"], {"outcome": CRASHED, "error": (end or [ended])[0][:200]}
-            if not results:
-                return
             cases = cases[1:]
 
 
@@ -232,7 +249,8 @@ def run_all(engines: Sequence[str] = (), names: Sequence[str] = ()) -> Record:
         names: Names of models; empty: all.
 
     Returns:
-        Counts and failures, as the other sections of the proofs have them.
+        Counts and failures, as the other sections of the proofs have them. Models that were not
+        reached are skipped.
     """
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     failures: dict[str, str] = {}
@@ -241,46 +259,66 @@ def run_all(engines: Sequence[str] = (), names: Sequence[str] = ()) -> Record:
         (folder / "tokenizer").mkdir()
         write_tokenizer(folder / "tokenizer")
         models = [exported(name, folder / name, folder / "tokenizer") for name in names or MODELS]
-        for engine in engines or ENGINES:
+        by_name = {model.name: model for model in models}
+        for engine in engines or sorted(ENGINES, key=SLOW.__contains__):
             print(f"== {ENGINES[engine].title}", flush=True)
             python = environment(engine)
             if python is None:
                 print(f"{ENGINES[engine].title} is skipped: no wheel for this machine")
                 counts["skipped"] += len(models)
                 continue
-            start = time.monotonic()
-            cases: dict[str, Record] = {}
-            for model, record in _cases(engine, python, models, folder):
-                cases[model.name] = record
-                reason = failure(model, engine, record)
-                counts["failed" if reason else "passed"] += 1
-                if reason:
-                    failures[f"{engine} {model.name}"] = reason
-                print(f"{model.name:20} {_shown(record)} {'FAILED: ' + reason if reason else ''}")
             installed = versions(python)
-            results = read_results()  # another process may have added an engine
-            results[engine] = {
-                "version": installed.get(ENGINES[engine].package, "?"),
-                "transformers": installed.get("transformers", ""),
-                "machine": f"{machine()}, {platform.machine()}",
-                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-                "seconds": round(time.monotonic() - start),
-                "cases": cases
-                if not names
-                else {**results.get(engine, {}).get("cases", {}), **cases},
-            }
-            text = json.dumps(results, indent=1, sort_keys=True).replace(scratch, "SCRATCH")
-            RESULTS.write_text(f"{text}\n", "utf-8")
-            page.OUTPUT.write_text(page.page(), encoding="utf-8")
+            reached = 0
+            try:
+                for name, record in run_engine(engine, python, models, folder, Computed(engine)):
+                    reached += 1
+                    record_case(engine, installed, name, record, scratch)
+                    reason = failure(by_name[name], engine, record)
+                    counts["failed" if reason else "passed"] += 1
+                    if reason:
+                        failures[f"{engine} {name}"] = reason
+                    end = f"FAILED: {reason}" if reason else ""
+                    print(f"{name:20} {_shown(record)} {end}", flush=True)
+            except RuntimeError as error:  # the engine does not start
+                counts["failed"] += 1
+                failures[engine] = str(error)
+                print(f"FAILED: {error}")
+            counts["skipped"] += len(models) - reached
+            if reached < len(models):
+                print(f"{len(models) - reached} models are not reached; run it again", flush=True)
     return {**counts, "failures": failures, "tests": {}}
 
 
-def _cases(
-    engine: str, python: Path, models: Sequence[Exported], folder: Path
-) -> Iterator[tuple[Exported, Record]]:
-    by_name = {model.name: model for model in models}
-    for name, record in run_engine(engine, python, models, folder):
-        yield by_name[name], record
+def record_case(
+    engine: str, installed: Mapping[str, str], name: str, record: Record, scratch: str
+) -> None:
+    """Adds a result to the record of an engine, and writes the page.
+
+    Args:
+        engine: The engine.
+        installed: Versions of its packages. Results of another version of it are removed.
+        name: The model.
+        record: What the engine made of it.
+        scratch: Folder whose name messages may have.
+    """
+    results = read_results()  # another process may have added an engine
+    version = installed.get(ENGINES[engine].package, "?")
+    before = results.get(engine, {})
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    cases = before.get("cases", {}) if before.get("version") == version else {}
+    cases = {model: case for model, case in cases.items() if model in MODELS}
+    cases[name] = {**record, "date": today}
+    results[engine] = {
+        "version": version,
+        "transformers": installed.get("transformers", ""),
+        "machine": f"{machine()}, {platform.machine()}",
+        "date": today,
+        "seconds": round(sum(case.get("seconds", 0) for case in cases.values())),
+        "cases": cases,
+    }
+    text = json.dumps(results, indent=1, sort_keys=True).replace(scratch, "SCRATCH")
+    RESULTS.write_text(f"{text}\n", "utf-8")
+    page.OUTPUT.write_text(page.page(), encoding="utf-8")
 
 
 def _shown(record: Record) -> str:
@@ -290,11 +328,14 @@ def _shown(record: Record) -> str:
     return f"{record['outcome']}{difference}{text}{error}"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("engines", nargs="*", help=f"of {', '.join(ENGINES)}; default: all")
     parser.add_argument("--models", nargs="*", default=(), help="models; default: all")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    for names, known in ((options.engines, ENGINES), (options.models, MODELS)):
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     record = run_all(options.engines, options.models)
     print({name: record[name] for name in ("passed", "failed", "skipped")})
     for name, reason in record["failures"].items():

@@ -80,7 +80,9 @@ def _summary(results: dict[str, Any]) -> Iterator[str]:
         found = [_cell(case) for case in record["cases"].values()]
         counts = [sum(cell.startswith(word) for cell in found) for word in OUTCOMES]
         shown = " | ".join(map(str, counts))
-        yield f"{start} {record['version']} | {shown} | {record['date']} |\n"
+        dates = sorted({case.get("date", record["date"]) for case in record["cases"].values()})
+        days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+        yield f"{start} {record['version']} | {shown} | {days} |\n"
     yield "\n"
     where: dict[str, list[str]] = {}
     for name, record in results.items():

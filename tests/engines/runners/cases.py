@@ -2,9 +2,9 @@
 
 A runner is a program `ENGINE.py JOB.json` that runs with the packages of its engine alone. The job
 has `cases`, each with a folder or file (`model`), token ids (`ids`), a text that is continued by
-`new` tokens (`prompt`), and a `scratch` folder; and the file of results (`out`), to which a line of
-JSON is added after each case. Log probabilities are in NAME.npy next to that file: [tokens,
-vocabulary], or [tokens - 1] of the given ids.
+`new` tokens (`prompt`), a `scratch` folder and the name of its result (`key`); and the `folder` of
+results, which gets KEY.partial before each case and KEY.json after it. Log probabilities are in
+KEY.npy next to it: [tokens, vocabulary], or [tokens - 1] of the given ids.
 """
 
 from __future__ import annotations
@@ -54,18 +54,20 @@ def run(load: Callable[[str, str], Model]) -> None:
         load: Loads a model, given its folder or file and a scratch folder.
     """
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    out = Path(job["out"])
+    folder = Path(job["folder"])
     for case in job["cases"]:
         start = time.perf_counter()
         result: dict[str, Any] = {"name": case["name"]}
+        written = folder / f"{case['key']}.partial"
+        written.touch()
         try:
             model = load(case["model"], case["scratch"])
             values = np.asarray(model.log_probabilities(case["ids"]), np.float32)
-            np.save(out.with_name(f"{case['name']}.npy"), values)
+            np.save(folder / f"{case['key']}.npy", values)
             result["text"] = model.continued(case["prompt"], case["new"])
             del model
         except (Exception, SystemExit) as error:
             result["error"] = described(error)
         result["seconds"] = round(time.perf_counter() - start, 2)
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
+        written.write_text(json.dumps(result), encoding="utf-8")
+        written.rename(folder / f"{case['key']}.json")
