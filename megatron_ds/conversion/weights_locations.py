@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_ds.checkpoint.metadata import list_checkpoints
 from megatron_ds.conversion.foreign.contents import FolderContents
 from megatron_ds.conversion.json_files import read_json
+from megatron_ds.tokenizer.gguf.keys import is_gguf as has_magic
 
 NATIVE = "native"
 HF = "hf"
@@ -14,8 +15,6 @@ SETTINGS = "weights.json"
 """File of a native folder of weights with the options of its model."""
 HF_CONFIG = "config.json"
 TRAINER_STATE = "trainer_state.json"
-GGUF = b"GGUF"
-"""First bytes of a file of llama.cpp."""
 GGUF_ENDING = ".gguf"
 
 
@@ -35,13 +34,7 @@ def is_hf(path: Path) -> bool:
 def gguf_file(path: Path) -> Path | None:
     """The GGUF file at a path, or the only one in a folder."""
     files = [path] if path.is_file() else sorted(path.glob(f"*{GGUF_ENDING}"))
-    if len(files) != 1 or not files[0].is_file():
-        return None
-    try:
-        with open(files[0], "rb") as file:
-            return files[0] if file.read(len(GGUF)) == GGUF else None
-    except OSError:
-        return None
+    return files[0] if len(files) == 1 and has_magic(files[0]) else None
 
 
 def is_gguf(path: Path) -> bool:

@@ -6,11 +6,14 @@ built. Must not know token files, models or process groups.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.tokenizer.base import Tokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
+from megatron_ds.tokenizer.gguf.keys import is_gguf
 
 __all__ = ["Tokenizer", "TokenizerFingerprint", "build_tokenizer"]
 
@@ -48,6 +51,10 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             extra_ids=config.vocab_extra_ids,
         )
     assert config.tokenizer_model is not None
+    if config.tokenizer_type == "HFTokenizer" and is_gguf(config.tokenizer_model):
+        from megatron_ds.tokenizer.gguf.tokenizer import GgufTokenizer
+
+        return GgufTokenizer(Path(config.tokenizer_model))
     if config.tokenizer_type == "HFTokenizer":
         from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
 

@@ -53,7 +53,7 @@ class Tokenizer(ABC):
     fingerprint: TokenizerFingerprint
     """Everything that determines the ids."""
     folder: Path | None = None
-    """Folder of a Hugging Face tokenizer, which may have a chat template."""
+    """Folder of a Hugging Face tokenizer, or file of llama.cpp, which may have a chat template."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Adds no special token, except Llama2Tokenizer's <s>.

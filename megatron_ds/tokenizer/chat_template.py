@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.base import FlatIds, Tokenizer, library_errors, read_bytes, read_json
+from megatron_ds.tokenizer.gguf.keys import is_gguf
 
 TEMPLATE_FILE = "chat_template.jinja"
 LIBRARY = "transformers.utils.chat_template_utils"
@@ -167,17 +168,14 @@ def read_template_file(path: str, tokens: Mapping[str, str]) -> ChatTemplate:
 
 
 def read_chat_template(folder: Path | None) -> ChatTemplate | None:
-    """The template of the tokenizer in a folder; None if it has none.
+    """The template of the tokenizer in a folder, or a file of llama.cpp; None if it has none.
 
     Raises:
         UserError: If a file cannot be read.
     """
     if folder is None:
         return None
-    paths = [path for name in SETTINGS_FILES if (path := folder / name).is_file()]
-    settings = dict[str, Any]()
-    for path in paths:
-        settings |= read_json(path, "tokenizer_model")
+    settings = _settings(folder)
     source = settings.get("chat_template")
     file = folder / TEMPLATE_FILE
     with_tools = ""
@@ -193,16 +191,25 @@ def read_chat_template(folder: Path | None) -> ChatTemplate | None:
 
 
 def read_special_tokens(folder: Path | None) -> Mapping[str, str]:
-    """Special tokens of the tokenizer in a folder, by name.
+    """Special tokens of the tokenizer in a folder, or a file of llama.cpp, by name.
 
     Raises:
         UserError: If a file cannot be read.
     """
+    return {} if folder is None else special_tokens(_settings(folder))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The settings of the tokenizer in a folder, or a file of llama.cpp."""
+    if is_gguf(folder):
+        from megatron_ds.tokenizer.gguf.settings import read_settings
+
+        return read_settings(folder)
     settings = dict[str, Any]()
-    for path in [] if folder is None else [folder / name for name in SETTINGS_FILES]:
+    for path in (folder / name for name in SETTINGS_FILES):
         if path.is_file():
             settings |= read_json(path, "tokenizer_model")
-    return special_tokens(settings)
+    return settings
 
 
 def special_tokens(settings: Mapping[str, Any]) -> Mapping[str, str]:

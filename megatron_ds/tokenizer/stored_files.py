@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import TokenizerConfig
+from megatron_ds.tokenizer.gguf.keys import is_gguf
 
 PATH_FIELDS = ("vocab_file", "merge_file", "tokenizer_model")
 
@@ -20,10 +21,17 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
 
     Raises:
         OSError: If one cannot be read.
+        UserError: If a file of llama.cpp has a tokenizer of an unknown kind.
     """
     contents = {}
     for field in PATH_FIELDS:
         value = getattr(config, field)
+        if value is not None and config.tokenizer_type == "HFTokenizer" and is_gguf(value):
+            from megatron_ds.tokenizer.gguf.tokenizer import tokenizer_files
+
+            files = tokenizer_files(Path(value))  # the file itself has the weights, too
+            contents |= {f"{field}/{name}": content for name, content in files.items()}
+            continue
         for path in () if value is None else _files_of(config, value):
             contents[f"{field}/{path.name}"] = path.read_bytes()
     return contents

@@ -61,8 +61,8 @@ class TokenizerConfig:
         only_with=_types_with("tokenizer_model"),
         common=True,
     )
-    """Folder, tokenizer.json or name on the Hugging Face Hub of HFTokenizer; model file of the
-    SentencePiece tokenizers and TikTokenizer."""
+    """Folder, tokenizer.json, GGUF file or name on the Hugging Face Hub of HFTokenizer; model file
+    of the SentencePiece tokenizers and TikTokenizer."""
     trust_remote_code: bool = option_field(False, only_with=when(tokenizer_type="HFTokenizer"))
     """Run Python code from the folder of HFTokenizer; only for sources you trust."""
     vocab_extra_ids: int = option_field(

@@ -10,17 +10,12 @@ import tokenizers
 from tokenizers import models
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.conversion.gguf import pre_tokenizers
-from megatron_ds.conversion.gguf.tokens import (
-    PREFIX,
-    Vocabulary,
-    merges_of,
-    tokens_of,
-    types_of,
-)
+from megatron_ds.conversion.gguf.tokens import Vocabulary, merges_of, tokens_of, types_of
 from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.export.library import ExportedTokenizer, special_tokens
 from megatron_ds.tokenizer.export.probe import compare_export, decoded_tokens
+from megatron_ds.tokenizer.gguf import pre_tokenizers
+from megatron_ds.tokenizer.gguf.keys import PREFIX
 
 PROBED_WORDS = 1000
 TOKENS_PER_WORD = 3

@@ -39,7 +39,6 @@ from megatron_ds.conversion.gguf.tensors import (
     parts_of,
     their_tensors,
 )
-from megatron_ds.conversion.gguf.tokens import PREFIX
 from megatron_ds.conversion.gguf.vocabulary import vocabulary_of
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.read_config import settings_of
@@ -59,6 +58,7 @@ from megatron_ds.conversion.weights_locations import gguf_file
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.position_embedding import rope_rates
+from megatron_ds.tokenizer.gguf.keys import FURTHER_ENDS, MODEL, NO_TOKENIZER, PREFIX
 
 PRESENCE = {OUTPUT, NORM_OF_QUERIES, *BIASES}
 """Keys of rows that are the presence of a tensor."""
@@ -67,9 +67,10 @@ FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 """Values of general.file_type by the type of matrices."""
 QUANTIZED_FILE = 7
 QUANTIZATION_VERSION = 2
+END = "eos_token_id"
 SPECIAL_IDS = {
     "bos_token_id": f"{PREFIX}bos_token_id",
-    "eos_token_id": f"{PREFIX}eos_token_id",
+    END: f"{PREFIX}eos_token_id",
     "pad_token_id": f"{PREFIX}padding_token_id",
 }
 NORM = f"{OWN}norm."
@@ -107,7 +108,14 @@ def _open(path: Path) -> SourceCheckpoint:
     ids = {
         key: content.keys[theirs] for key, theirs in SPECIAL_IDS.items() if theirs in content.keys
     }
-    settings = dataclasses.replace(settings, special_ids=ids, may_have_padding=True)
+    generation = {END: ends} if len(ends := _ends_of(content)) > 1 else {}
+    settings = dataclasses.replace(
+        settings,
+        special_ids=ids,
+        generation=generation,
+        tokenizer=_tokenizer_of(content, path),
+        may_have_padding=True,
+    )
     theirs = {key: finite(tensor, key, path) for key, tensor in content.tensors.items()}
     theirs.pop(FACTORS, None)
     if not settings.model.untie_embeddings_and_output_weights:
@@ -129,6 +137,19 @@ def _open(path: Path) -> SourceCheckpoint:
         notes = (Problem("gguf-dequantized", path=path),)
     source = SourceCheckpoint(path, "gguf", settings, tensors, notes=notes)
     return source.checked(may_be_padded=False)
+
+
+def _tokenizer_of(content: GgufFile, path: Path) -> dict[str, Any]:
+    """Fields of `TokenizerConfig` for the tokenizer of a file; empty if it has none."""
+    if content.keys.get(MODEL) in (None, *NO_TOKENIZER):
+        return {}
+    return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(path)}
+
+
+def _ends_of(content: GgufFile) -> list[int]:
+    """The ids at which the runtime ends texts."""
+    names = (SPECIAL_IDS[END], *(f"{PREFIX}{name}" for name in FURTHER_ENDS))
+    return sorted({content.keys[name] for name in names if name in content.keys})
 
 
 def _row_values(architecture: Architecture, content: GgufFile) -> dict[str, Any]:

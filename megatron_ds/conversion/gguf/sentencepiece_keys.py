@@ -9,20 +9,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.conversion.gguf.tokens import (
+from megatron_ds.conversion.gguf.tokens import Vocabulary, merges_of, tokens_of, types_of
+from megatron_ds.tokenizer.export import sentencepiece_model as pieces
+from megatron_ds.tokenizer.export.library import ExportedTokenizer
+from megatron_ds.tokenizer.gguf.keys import (
     BYTE,
     CONTROL,
     NORMAL,
     PREFIX,
     UNKNOWN,
     USER_DEFINED,
-    Vocabulary,
-    merges_of,
-    tokens_of,
-    types_of,
 )
-from megatron_ds.tokenizer.export import sentencepiece_model as pieces
-from megatron_ds.tokenizer.export.library import ExportedTokenizer
 from megatron_ds.tokenizer.token_bytes import SPACE
 
 BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")

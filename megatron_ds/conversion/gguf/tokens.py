@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ds.config.problems import Problem
-
-PREFIX = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of tokens, as of the pieces of SentencePiece."""
+from megatron_ds.tokenizer.gguf.keys import CONTROL, NORMAL, UNUSED, USER_DEFINED, unused
 
 
 @dataclass
@@ -29,11 +26,6 @@ def tokens_of(library: Any) -> Iterator[str]:
     by_id = {index: token for token, index in vocab.items()}
     for index in range(max(by_id) + 1):
         yield by_id.get(index, unused(index))
-
-
-def unused(index: int) -> str:
-    """The name of an id without a token."""
-    return f"[PAD{index}]"
 
 
 def types_of(library: Any) -> Iterator[int]:

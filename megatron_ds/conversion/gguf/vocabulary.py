@@ -9,22 +9,23 @@ from typing import Any
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.gguf.byte_level import byte_level_keys
 from megatron_ds.conversion.gguf.sentencepiece_keys import merged_keys, sentencepiece_keys
-from megatron_ds.conversion.gguf.tokens import PREFIX, UNKNOWN, UNUSED, Vocabulary, unused
+from megatron_ds.conversion.gguf.tokens import Vocabulary
 from megatron_ds.conversion.huggingface.tokenizer import begins_texts, tokenizer_vocab_size
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
-from megatron_ds.tokenizer.chat_template import read_chat_template
+from megatron_ds.tokenizer.chat_template import TOOL_TEMPLATE, read_chat_template
 from megatron_ds.tokenizer.export.library import ExportedTokenizer
-
-ID_KEYS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",
-    "pad_token": "padding_token_id",
-    "mask_token": "mask_token_id",
-}
-"""Keys of special ids by their names in transformers."""
+from megatron_ds.tokenizer.gguf.keys import (
+    CHAT_TEMPLATE,
+    ID_KEYS,
+    JSON,
+    KEEPS_SPECIAL_TEXT,
+    PREFIX,
+    TEMPLATES,
+    UNKNOWN,
+    UNUSED,
+    unused,
+)
 
 
 def vocabulary_of(settings: ModelSettings, data: Mapping[str, Any] | None) -> Vocabulary:
@@ -67,7 +68,13 @@ def vocabulary_of(settings: ModelSettings, data: Mapping[str, Any] | None) -> Vo
     _pad(result.keys, rows)
     result.keys |= _special_keys(tokenizer, exported, begins=begins)
     if (template := read_chat_template(tokenizer.folder)) is not None:
-        result.keys["tokenizer.chat_template"] = template.source
+        result.keys[CHAT_TEMPLATE] = template.source
+        if template.source_with_tools:
+            result.keys[TEMPLATES] = [TOOL_TEMPLATE]
+            result.keys[f"{CHAT_TEMPLATE}.{TOOL_TEMPLATE}"] = template.source_with_tools
+    result.keys[JSON] = exported.to_json(exported.special["bos_token"] if begins else None)
+    if exported.keeps_special_text:
+        result.keys[KEEPS_SPECIAL_TEXT] = True
     return result
 
 

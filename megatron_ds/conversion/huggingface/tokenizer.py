@@ -129,8 +129,12 @@ def tokenizer_files(
     if config is None or config.tokenizer_type == "NullTokenizer":
         warn(Problem("hf-tokenizer-not-exported"))
         return TokenizerFiles()
-    copies = _copies(config)
     is_hf = config.tokenizer_type == "HFTokenizer"
+    try:
+        copies = _copies(config)
+    except UserError as error:
+        warn(Problem("hf-tokenizer-inexpressible", why=str(error)))
+        return TokenizerFiles()
     if is_hf and config.trust_remote_code:
         warn(Problem("hf-tokenizer-unchecked", path=config.tokenizer_model, why="it has code"))
         return TokenizerFiles(copies)

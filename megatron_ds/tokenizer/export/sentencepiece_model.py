@@ -90,9 +90,15 @@ def _unsupported(model: Any) -> str:
         return f"its model_type {model_type} is unknown"
     if model_type != UNIGRAM and pieces_of(model, [UNUSED]):
         return "it has unused pieces"
-    if not pieces_of(model, [UNKNOWN]):
+    if not pieces_of(model, [UNKNOWN]) and not _has_all_bytes(model):
         return "it has no unknown piece"
     return ""
+
+
+def _has_all_bytes(model: Any) -> bool:
+    """Whether a BPE has a piece for each byte, so that no text is unknown."""
+    is_bpe = model.trainer_spec.model_type == BPE and model.trainer_spec.byte_fallback
+    return is_bpe and len(pieces_of(model, [BYTE])) == 256
 
 
 def _spaces(model: Any) -> list[Any]:
@@ -180,7 +186,7 @@ def _bpe(model: Any, names: Mapping[int, str]) -> Any:
     return models.BPE(
         vocab,
         merges,
-        unk_token=pieces_of(model, [UNKNOWN])[0],
+        unk_token=next(iter(pieces_of(model, [UNKNOWN])), None),
         fuse_unk=not model.trainer_spec.byte_fallback,
         byte_fallback=model.trainer_spec.byte_fallback,
         # A user-defined piece, which is split off, has no merges.

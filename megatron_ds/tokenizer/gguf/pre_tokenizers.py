@@ -46,20 +46,37 @@ class PreTokenizer:
     splits: Sequence[str]
     also: Sequence[str] = ()
     engine: Sequence[str] = ()
+    aliases: Sequence[str] = ()
     ignore_merges: bool = False
+    begins: bool = False
 
     @property
     def applied(self) -> Any:
         """What llama.cpp applies, as pre-tokenizer of the library `tokenizers`."""
-        steps = [
-            pre_tokenizers.Split(tokenizers.Regex(_expression(text)), "isolated")
-            for text in self.engine or self.splits
-        ]
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([*steps, byte_level])
+        return _library_of(self.engine or self.splits)
+
+    @property
+    def original(self) -> Any:
+        """What the tokenizers apply that have this kind in llama.cpp."""
+        return _library_of(self.splits)
+
+
+def _library_of(splits: Sequence[str]) -> Any:
+    """A byte-level pre-tokenizer of the library, with its own expression where that is the last."""
+    has_own = splits[-1] == GPT2
+    steps = [
+        pre_tokenizers.Split(tokenizers.Regex(_expression(text)), "isolated")
+        for text in (splits[:-1] if has_own else splits)
+    ]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=has_own)
+    return pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
 
 
 PRE_TOKENIZERS = {name: PreTokenizer(**values) for name, values in read_table(__file__).items()}
+BY_NAME = {
+    name: splitter for key, splitter in PRE_TOKENIZERS.items() for name in (key, *splitter.aliases)
+}
+"""Kinds by all values that llama.cpp knows them by."""
 
 
 def splits_of(state: Mapping[str, Any] | None) -> list[str]:
