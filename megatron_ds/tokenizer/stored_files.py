@@ -23,7 +23,7 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
         OSError: If one cannot be read.
         UserError: If a file of llama.cpp has a tokenizer of an unknown kind.
     """
-    contents = {}
+    contents: dict[str, bytes] = {}
     for field in PATH_FIELDS:
         value = getattr(config, field)
         if value is not None and config.tokenizer_type == "HFTokenizer" and is_gguf(value):
