@@ -63,9 +63,11 @@ test: lint $(TESTED) ## lint, then unit, fuzz, multi-process and end-to-end test
 # What the chosen sections need; each engine of the section "engines" is installed when it runs.
 PROVEN = $(if $(filter interop,$(or $(ONLY),interop)),$(INTEROP)/.installed $(TRAINERS)/.installed) \
   $(if $(filter cluster,$(or $(ONLY),cluster)),$(RAY)/.installed $(RECIPES)/.installed)
+# Sections in which nothing is offloaded to NVMe.
+WITHOUT_OFFLOAD := engines interop museum lowering
 
 proofs: lint $(TESTED) $(PROVEN) ## everything that proves something, more than an hour; ONLY="layouts mutants" selects sections
-	@$(RUN)/python tools/build_ops.py aio || echo "The proofs that offload to NVMe will be skipped"
+	@$(if $(filter-out $(WITHOUT_OFFLOAD),$(or $(ONLY),all)),$(RUN)/python tools/build_ops.py aio || echo "The proofs that offload to NVMe will be skipped")
 	@$(if $(filter lowering,$(or $(ONLY),lowering)),$(MAKE) $(CUDA)/.installed || echo "The proofs that compile for a device will be skipped")
 	$(RUN)/python tests/proofs/run.py $(ONLY)
 
