@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -117,18 +118,20 @@ def measure(shape: Shape, folder: Path, rounds: int, converter: Sequence[str]) -
         converter: Command of llama.cpp's converter; empty: it is left out.
 
     Returns:
-        Sizes, seconds and peak memory of each job by round, and ratios.
+        Sizes, seconds, CPU seconds and peak memory of each job by round, and ratios.
     """
     weights = folder / "weights"
     write_model(shape, folder, weights)
     seconds: dict[str, list[float]] = {}
+    cpus: dict[str, list[float]] = {}
     peaks: dict[str, list[float]] = {}
     sizes = {"weights": _size(weights)}
     for _ in range(rounds):
         for name, command, output in _jobs(folder, weights, converter):
             _remove(output)
-            took, peak = run(command, output if name == COPY else None)
+            took, cpu, peak = run(command, output if name == COPY else None)
             seconds.setdefault(name, []).append(took)
+            cpus.setdefault(name, []).append(cpu)
             if name in OURS:
                 peaks.setdefault(name, []).append(peak)
             sizes[name] = _size(output)
@@ -144,6 +147,7 @@ def measure(shape: Shape, folder: Path, rounds: int, converter: Sequence[str]) -
         "parameters": sizes["weights"] / 2,
         "bytes": sizes,
         "seconds": seconds,
+        "cpu_seconds": cpus,
         "ratios": ratios(seconds),
         "peak_bytes": {name: max(values) for name, values in peaks.items()},
         "limit_bytes": dict.fromkeys(peaks, 2 * largest * ELEMENT_BYTES + MEMORY),
@@ -192,12 +196,14 @@ def ratios(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
 def report(result: dict[str, Any]) -> str:
     """The figures as text."""
     lines = [f"{result['parameters'] / 1e9:.2f} billion parameters", ""]
-    lines.append(f"{'':34}{'s':>7}{'MB':>8}   of each round, s")
+    lines.append(f"{'':34}{'s':>7}{'CPU s':>7}{'MB':>8}   of each round, s")
     for name, values in result["seconds"].items():
         size = result["bytes"].get(name)
         shown = "" if size is None else f"{size / 1e6:.0f}"
         every = " ".join(f"{value:.2f}" for value in values)
-        lines.append(f"{name:34}{statistics.median(values):7.2f}{shown:>8}   {every}")
+        cpus = result["cpu_seconds"].get(name)
+        cpu = "" if cpus is None else f"{statistics.median(cpus):.2f}"
+        lines.append(f"{name:34}{statistics.median(values):7.2f}{cpu:>7}{shown:>8}   {every}")
     lines += ["", f"{'':44}{'ratio':>7}{'target':>8}"]
     for pair in result["ratios"]:
         target = "" if pair["target"] is None else f"{pair['target']:.2f}"
@@ -257,7 +263,7 @@ def write_model(shape: Shape, folder: Path, target: Path) -> None:
     write(SourceCheckpoint(Path("random"), "random", settings, tensors), target, "native")
 
 
-def run(command: Sequence[str], copied: Path | None) -> tuple[float, float]:
+def run(command: Sequence[str], copied: Path | None) -> tuple[float, float, float]:
     """Runs a command.
 
     Args:
@@ -265,13 +271,14 @@ def run(command: Sequence[str], copied: Path | None) -> tuple[float, float]:
         copied: File that is written to the disk afterwards, within the time.
 
     Returns:
-        Seconds, and the peak of its memory without mapped files, in bytes.
+        Seconds, CPU seconds, and the peak of its memory without mapped files, in bytes.
 
     Raises:
         RuntimeError: If it fails, with the end of what it printed.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         start = time.perf_counter()
+        used = _children_seconds()
         process = subprocess.Popen([*command], stdout=output, stderr=subprocess.STDOUT)
         peak = 0
         while process.poll() is None:
@@ -281,11 +288,18 @@ def run(command: Sequence[str], copied: Path | None) -> tuple[float, float]:
             with copied.open("rb") as file:
                 os.fsync(file.fileno())
         seconds = time.perf_counter() - start
+        used = _children_seconds() - used
         if process.returncode != 0:
             output.seek(0)
             raise RuntimeError(f"{command[:3]} failed:\n{output.read()[-3000:]}")
     os.sync()
-    return seconds, peak
+    return seconds, used, peak
+
+
+def _children_seconds() -> float:
+    """CPU seconds of the processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _anonymous_bytes(process: int) -> int:

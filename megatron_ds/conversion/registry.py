@@ -27,9 +27,7 @@ from megatron_ds.conversion.megatron.detect import (
     UNIVERSAL,
     has_kind,
 )
-from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
-from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.native import (
     is_native,
     is_own_universal,
@@ -46,10 +44,6 @@ from megatron_ds.conversion.source import (
 )
 from megatron_ds.conversion.trainers.litgpt import open_litgpt
 from megatron_ds.conversion.trainers.nanotron import open_nanotron
-from megatron_ds.conversion.trainers.neox import open_neox
-from megatron_ds.conversion.trainers.olmo_core import open_olmo_core
-from megatron_ds.conversion.trainers.torchtitan import open_torchtitan
-from megatron_ds.conversion.trainers.write_distributed import write_olmo_core, write_torchtitan
 from megatron_ds.conversion.trainers.write_litgpt import write_litgpt
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import is_gguf, is_hf, is_weights_folder
@@ -89,18 +83,69 @@ def _is_neox(path: Path) -> bool:
     return detect_trainer(path, "neox") is not None
 
 
+# Formats of torch's distributed checkpoints, whose library takes a second to import.
+
+
+def _open_torchtitan(path: Path, options: ReadOptions) -> SourceCheckpoint:
+    from megatron_ds.conversion.trainers.torchtitan import open_torchtitan
+
+    return open_torchtitan(path, options)
+
+
+def _open_olmo_core(path: Path, options: ReadOptions) -> SourceCheckpoint:
+    from megatron_ds.conversion.trainers.olmo_core import open_olmo_core
+
+    return open_olmo_core(path, options)
+
+
+def _open_megatron(path: Path, options: ReadOptions) -> SourceCheckpoint:
+    from megatron_ds.conversion.megatron.open import open_megatron
+
+    return open_megatron(path, options)
+
+
+def _open_neox(path: Path, options: ReadOptions) -> SourceCheckpoint:
+    from megatron_ds.conversion.trainers.neox import open_neox
+
+    return open_neox(path, options)
+
+
+def _write_torchtitan(
+    source: SourceCheckpoint, folder: Path, options: WriteOptions, on_tensor: OnTensor
+) -> None:
+    from megatron_ds.conversion.trainers.write_distributed import write_torchtitan
+
+    write_torchtitan(source, folder, options, on_tensor)
+
+
+def _write_olmo_core(
+    source: SourceCheckpoint, folder: Path, options: WriteOptions, on_tensor: OnTensor
+) -> None:
+    from megatron_ds.conversion.trainers.write_distributed import write_olmo_core
+
+    write_olmo_core(source, folder, options, on_tensor)
+
+
+def _write_torch_dist(
+    source: SourceCheckpoint, folder: Path, options: WriteOptions, on_tensor: OnTensor
+) -> None:
+    from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
+
+    write_torch_dist(source, folder, options, on_tensor)
+
+
 FORMATS = (
     # Some have a file that is a mark of torch_dist.
-    Format("torchtitan", _is_of("torchtitan"), open_torchtitan, verify_tensors, write_torchtitan),
-    Format("olmo_core", _is_of("olmo_core"), open_olmo_core, verify_tensors, write_olmo_core),
+    Format("torchtitan", _is_of("torchtitan"), _open_torchtitan, verify_tensors, _write_torchtitan),
+    Format("olmo_core", _is_of("olmo_core"), _open_olmo_core, verify_tensors, _write_olmo_core),
     Format("nanotron", _is_of("nanotron"), open_nanotron, verify_tensors),
     Format("litgpt", _is_of("litgpt"), open_litgpt, verify_tensors, write_litgpt),
-    Format("neox", _is_neox, open_neox, verify_tensors),
+    Format("neox", _is_neox, _open_neox, verify_tensors),
     # Megatron-DeepSpeed's folders have the names of native ones.
-    Format("megatron", has_kind(LEGACY, DEEPSPEED), open_megatron, verify_tensors, write_megatron),
-    Format("torch_dist", has_kind(TORCH_DIST), open_megatron, verify_tensors, write_torch_dist),
+    Format("megatron", has_kind(LEGACY, DEEPSPEED), _open_megatron, verify_tensors, write_megatron),
+    Format("torch_dist", has_kind(TORCH_DIST), _open_megatron, verify_tensors, _write_torch_dist),
     Format("universal", is_own_universal, open_universal, verify_save_folder, write_universal),
-    Format("universal", has_kind(UNIVERSAL), open_megatron, verify_tensors),
+    Format("universal", has_kind(UNIVERSAL), _open_megatron, verify_tensors),
     Format("native", is_native, open_native, verify_save_folder),
     Format("native", is_weights_folder, open_weights_folder, verify_manifest, write_weights_folder),
     Format("hf", is_hf, open_hf, verify_tensors, write_hf),

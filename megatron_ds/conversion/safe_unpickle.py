@@ -13,14 +13,16 @@ import pickle
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import metadata
 
 
 class StandIn:
@@ -107,6 +109,9 @@ def read_dcp_metadata(path: Path) -> metadata.Metadata:
 
 def _metadata_of(loaded: Any) -> metadata.Metadata:
     """The metadata that stand-ins describe; raises anything if they describe none."""
+    # It takes a second to import, and few formats have it.
+    from torch.distributed.checkpoint import filesystem, metadata
+
     storage = {}
     for index, stored in loaded.state["storage_data"].items():
         info = filesystem._StorageInfo(**stored.state)
@@ -121,6 +126,8 @@ def _metadata_of(loaded: Any) -> metadata.Metadata:
 
 
 def _entry_of(entry: Any) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
+    from torch.distributed.checkpoint import metadata
+
     if type(entry).__name__.endswith(f".{metadata.BytesStorageMetadata.__name__}"):
         return metadata.BytesStorageMetadata()
     chunks = [

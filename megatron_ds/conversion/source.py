@@ -221,6 +221,8 @@ class ReadOptions:
     """The fp32 master weights of a run instead of its weights."""
     checksums: bool = True
     """Compare the files with their checksums, where the format has some."""
+    matching: frozenset[Path] = frozenset()
+    """Files that have been compared already, and match."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model for a checkpoint that has none."""
     given: frozenset[str] = frozenset()

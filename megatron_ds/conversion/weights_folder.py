@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
     Raises:
         UserError: If the folder is damaged or of another version.
     """
-    if options.checksums and (damage := check_checksums(path)) is not None:
+    if options.checksums and (damage := check_checksums(path, options.matching)) is not None:
         raise UserError(damage)
     values = read_json_object(path / SETTINGS)
     if values.get("format_version") != FORMAT_VERSION:
@@ -79,10 +79,17 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
     return SourceCheckpoint(path, "native", settings, tensors, parts=parts).checked()
 
 
-def check_checksums(path: Path) -> Problem | None:
-    """Reads all files and compares them with their checksums."""
+def check_checksums(path: Path, matching: Collection[Path] = ()) -> Problem | None:
+    """Reads all files and compares them with their checksums.
+
+    Args:
+        path: The folder.
+        matching: Files that are known to match them.
+    """
     try:
-        return files_damaged(find_damaged_files(path, read_manifest(path)))
+        files = read_manifest(path).items()
+        unknown = {name: record for name, record in files if path / name not in matching}
+        return files_damaged(find_damaged_files(path, unknown))
     except UserError as error:
         return error.problems[0]
 

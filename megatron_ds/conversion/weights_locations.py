@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_ds.checkpoint.metadata import list_checkpoints
+from megatron_ds.checkpoint.metadata import list_checkpoints, read_manifest
+from megatron_ds.config.problems import UserError
 from megatron_ds.conversion.foreign.contents import FolderContents
 from megatron_ds.conversion.json_files import read_json
+from megatron_ds.fileio.read_ahead import reading
 from megatron_ds.tokenizer.gguf.keys import is_gguf as has_magic
 
 NATIVE = "native"
@@ -58,3 +62,21 @@ def has_weights(path: Path) -> bool:
     if list_checkpoints(path):
         return False
     return is_weights_folder(path) or is_hf(path) or is_gguf(path)
+
+
+@contextmanager
+def reading_weights(path: Path) -> Iterator[set[Path]]:
+    """Reads the weights at a path in a thread, if they are weights alone, until the block ends.
+
+    Yields:
+        The files that match the checksums of a native folder.
+    """
+    records = {}
+    if is_weights_folder(path):
+        try:
+            records = {path / name: record for name, record in read_manifest(path).items()}
+        except (UserError, OSError):
+            records = {}  # the reader that follows says why
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    with reading(files, records) as matching:
+        yield matching

@@ -13,8 +13,10 @@ from typing import Any
 from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.problems import Problem, raise_if_any
+from megatron_ds.conversion.weights_locations import reading_weights
 from megatron_ds.engine.ds_config.fields import as_flag
 from megatron_ds.launch.output import print_error
+from megatron_ds.loading.locations import staged_location
 from megatron_ds.loading.programs.convert_options import MEGATRON_FORMATS, QUANTIZED, Options
 
 
@@ -25,22 +27,22 @@ def convert_checkpoint(options: Options) -> None:
         UserError: If the checkpoint cannot be read, or the format lacks a part of the model.
         OSError: If the disk fails.
     """
-    # torch takes seconds to import.
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
+    start = time.perf_counter()
+    location = staged_location(options.load, options.checkpoint_staging_dir, print_error)
+    name, folder = dataclasses.replace(options, load=location).source
+    # torch takes seconds to import, in which weights are read.
+    with reading_weights(folder) as matching, contextlib.redirect_stdout(sys.stderr):
+        # DeepSpeed prints a warning.
         from megatron_ds.conversion import registry
         from megatron_ds.conversion.convert import verify, with_training
         from megatron_ds.conversion.native import DTYPES
         from megatron_ds.conversion.source import ReadOptions, WriteOptions
-        from megatron_ds.loading.locations import staged_location
-
-    start = time.perf_counter()
-    location = staged_location(options.load, options.checkpoint_staging_dir, print_error)
-    name, folder = dataclasses.replace(options, load=location).source
     has_states = options.optimizer_states and options.target_format in MEGATRON_FORMATS
     reading = ReadOptions(
         print_error,
         optimizer=has_states,
         masters=options.dtype in ("fp32", QUANTIZED),
+        matching=frozenset(matching),
         model=dataclasses.asdict(options.model),
         given=options.given,
     )

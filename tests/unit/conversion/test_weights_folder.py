@@ -127,9 +127,10 @@ def test_a_damaged_tensor_is_found_by_its_checksum(folder: Path) -> None:
     content[-1] ^= 1
     (folder / SINGLE).write_bytes(content)
 
-    damage = check_checksums(folder)
+    damage = check_checksums(folder, [folder / "weights.json"])
 
     assert damage.code == "checkpoint-files-damaged"
+    assert check_checksums(folder, [folder / "model.safetensors"]) is None  # compared before
 
 
 @pytest.mark.parametrize("cut", [-1, 4, 40])
