@@ -159,7 +159,7 @@ def quantized(tensor: TensorReader) -> TensorReader:
         from gguf.quants import quantize
 
         gguf = import_library("gguf", NEEDED_BY)
-        flat = tensor.read().reshape(-1)
+        flat = tensor.read().detach().reshape(-1)
         result = torch.empty(rows * QUANTIZED_BYTES, dtype=torch.uint8)
         done = 0
         for start in range(0, len(flat), ROWS_ELEMENTS):

@@ -19,10 +19,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.config.problems import UserError
+from megatron_ds.conversion.gguf.file import quantized
 from megatron_ds.conversion.gguf.read_write import open_gguf, write_gguf
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
 from megatron_ds.conversion.registry import recognize
 from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
+from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.loading.programs.convert_options import Options
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.export import sentencepiece_model
@@ -177,6 +179,15 @@ def test_8_bits_are_read_as_the_values_they_stand_for(tmp_path: Path) -> None:
     theirs = gguf.quants.dequantize(raw["blk.0.ffn_down.weight"], gguf.GGMLQuantizationType.Q8_0)
     own = again.tensors["layers.0.mlp.fc_out.weight"].read()
     assert np.array_equal(own.numpy(), theirs)
+
+
+def test_master_weights_are_quantized() -> None:
+    """They are parameters of an optimizer."""
+    value = torch.arange(64.0).reshape(2, 32)
+    parameter = torch.nn.Parameter(value.clone())
+    assert torch.equal(
+        quantized(TensorReader.of(parameter)).read(), quantized(TensorReader.of(value)).read()
+    )
 
 
 def test_a_norm_that_another_program_changed_is_read_from_the_file(tmp_path: Path) -> None:
