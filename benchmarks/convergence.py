@@ -71,6 +71,7 @@ RECIPES: dict[str, Mapping[str, object]] = {
             **BF16,
             "fp8_format": "hybrid",
             "fp8_recipe": recipe,
+            "fp8_min_features": 1,
         }
         for recipe in ("tensorwise", "rowwise")
     },

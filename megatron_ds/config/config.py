@@ -349,14 +349,9 @@ def _fp8_problems(config: Config) -> Iterator[Problem]:
         yield Problem("fp8-without-layers", settings=config.precision, layers=layers)
     if "layer" in config.custom_parts:
         yield Problem("fp8-of-own-layers")
-    if config.recompute.tiled_mlp:
-        reason = "each tile would have scales of its own"
-        yield exclusive_problem("tiled_mlp", name, reason=reason)
     if config.model.multi_latent_attention:
         reason = "its projections are not computed in fp8"
         yield exclusive_problem("multi_latent_attention", name, reason=reason)
-    if config.moe.is_used:
-        yield exclusive_problem("num_experts", name, reason="experts are not computed in fp8")
 
 
 def _logit_problems(config: Config) -> Iterator[Problem]:

@@ -140,6 +140,10 @@ def _precision(config: Config) -> str:
     return config.precision.name
 
 
+def _fp8(config: Config) -> str:
+    return str(config.in_effect("fp8_recipe") or "off")
+
+
 def _curriculum(config: Config) -> str:
     return "off" if config.schedule.curriculum_seqlen is None else "on"
 
@@ -153,6 +157,7 @@ READERS: Mapping[str, Callable[[Config], str]] = {
     "precision": _precision,
     "recompute": _recompute,
     "curriculum": _curriculum,
+    "fp8": _fp8,
 }
 """Read the axes of several values; see `Axis.read`."""
 

@@ -31,12 +31,13 @@ from megatron_ds.model.attention.packed import AttentionBackend, PackingOptions
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.attention.trial import select_kernel
 from megatron_ds.model.experts.grouped import try_grouped_matmuls
+from megatron_ds.model.fp8_layers import compile_rounding, recipe_of
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.kernels.compilation import compile_layers, use_eager, use_elementwise
 from megatron_ds.model.kernels.compiled_layers import try_layers, whole
 from megatron_ds.model.kernels.elementwise import Elementwise, compile_elementwise
 from megatron_ds.model.kernels.half_products import replace_slow_products
-from megatron_ds.parallel.fp8.rounding import has_kernel
+from megatron_ds.parallel.fp8.rounding import has_kernel, scalings_of
 from megatron_ds.parallel.mesh import Mesh
 
 
@@ -88,13 +89,23 @@ def grouped_matmuls(trial: Trial) -> Iterator[Problem]:
 
 
 def fp8_products(trial: Trial) -> Iterator[Problem]:
-    """Warn if the device has no kernel that multiplies in fp8."""
+    """Warn if the device has no kernel that multiplies in fp8; otherwise compile the casts."""
     precision = trial.config.precision
     if precision.fp8_format is None:
         return
     by_row = precision.fp8_recipe == "rowwise"
-    if trial.dtype is not torch.bfloat16 or not has_kernel(trial.device, by_row):
+    block = precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None
+    scalings = scalings_of(by_row=by_row, block=block)
+    is_half = trial.dtype is torch.bfloat16
+    if not (is_half and all(has_kernel(trial.device, scaling) for scaling in scalings)):
         yield Problem("fp8-without-kernel", device=trial.device.type)
+        return
+    recipe = recipe_of(trial.model)
+    if trial.config.runtime.no_compile or not get_accelerator().is_triton_supported():
+        return
+    if recipe is not None:  # None on a pipeline stage whose layers are in bf16
+        failure = compile_rounding(recipe, trial.device, lengths_vary=trial.run.lengths_vary)
+        yield from () if failure is None else (failure,)
 
 
 def selective_recompute(trial: Trial) -> Iterator[Problem]:

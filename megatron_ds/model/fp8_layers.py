@@ -1,19 +1,27 @@
 """Selects the linear layers of a model that compute in fp8 in training.
 
-Those of attention and of dense feed-forward layers do, in the selected transformer layers. All else
+Those of attention and of dense feed-forward layers do, in the selected transformer layers, if they
+are large enough (`PrecisionConfig.rounds`). All else
 computes in the run's precision: embeddings, norms, the attention core, the layers of multi-token
 prediction and the output layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
 from megatron_ds.config import PrecisionConfig
+from megatron_ds.config.problems import Problem
 from megatron_ds.model.attention.self_attention import Attention
 from megatron_ds.model.block import Block
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.kernels.elementwise import TOLERANCE, largest_error
 from megatron_ds.model.mlp import MLP
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe, RoundedWeights
-from megatron_ds.parallel.fp8.rounding import E4M3, E5M2
+from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, round_both
 
 
 def compute_in_fp8(model: GPTModel, precision: PrecisionConfig) -> None:
@@ -27,24 +35,64 @@ def compute_in_fp8(model: GPTModel, precision: PrecisionConfig) -> None:
         return
     gradients = E5M2 if precision.fp8_format == "hybrid" else E4M3
     by_row = precision.fp8_recipe == "rowwise"
-    recipe = Fp8Recipe(gradients, by_row, model.sequence_group)
+    side = precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None
+    recipe = Fp8Recipe(gradients, by_row, model.sequence_group, block=side)
     selected = precision.fp8_layers(model.config.num_layers)
     for block in model.layers.values():
         if isinstance(block, Block) and block.layer in selected:
-            _round_products(block, recipe)
+            _round_products(block, recipe, precision)
 
 
-def rounded_weights(model: GPTModel) -> RoundedWeights | None:
-    """The weights in fp8 of a model; None if no layer computes in fp8."""
+def recipe_of(model: nn.Module) -> Fp8Recipe | None:
+    """How the layers of a model are rounded; None if no layer computes in fp8."""
     products = (getattr(module, "training_product", None) for module in model.modules())
     layers = (product for product in products if isinstance(product, Fp8Linear))
-    return next((layer.recipe.weights for layer in layers), None)
+    return next((layer.recipe for layer in layers), None)
 
 
-def _round_products(block: Block, recipe: Fp8Recipe) -> None:
+def rounded_weights(model: nn.Module) -> RoundedWeights | None:
+    """The weights in fp8 of a model; None if no layer computes in fp8."""
+    recipe = recipe_of(model)
+    return None if recipe is None else recipe.weights
+
+
+def compile_rounding(
+    recipe: Fp8Recipe, device: torch.device, *, lengths_vary: bool
+) -> Problem | None:
+    """Compile the casts of activations and gradients if they then round as eager ones.
+
+    Args:
+        recipe: The recipe of a model, which is changed.
+        device: Device of the activations.
+        lengths_vary: Compile for all numbers of tokens, not for each one.
+
+    Returns:
+        Why the casts stay eager.
+    """
+    compiled = torch.compile(round_both, dynamic=None if lengths_vary else False)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(512, 512, generator=generator, device=device) ** 3
+        for dtype in dict.fromkeys((E4M3, recipe.gradients)):
+            options = x.bfloat16(), dtype, recipe.by_row, recipe.block
+            results = compiled(*options), round_both(*options)
+            yield from ((one.float(), other.float()) for one, other in zip(*results, strict=True))
+
+    error = largest_error(pairs)
+    if isinstance(error, str):
+        return Problem("compilation-failed", reason=error)
+    if not error <= TOLERANCE:  # also if the error is nan
+        return Problem("compilation-inaccurate", error=error)
+    recipe.round_both = compiled
+    return None
+
+
+def _round_products(block: Block, recipe: Fp8Recipe, precision: PrecisionConfig) -> None:
     attention = block.attention
     mlp = block.mlp
     assert type(attention) is Attention, "other attention is refused"
     assert type(mlp) is MLP, "other feed-forward layers are refused"
     for layer in (attention.qkv, attention.proj, mlp.fc_in, mlp.fc_out):
-        layer.training_product = Fp8Linear(recipe, layer.group, layer.sharded_dim)
+        if precision.rounds(*layer.full_shape):
+            layer.training_product = Fp8Linear(recipe, layer.group, layer.sharded_dim)

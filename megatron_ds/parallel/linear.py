@@ -52,6 +52,8 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group
+        self.full_shape = weight.shape
+        """[out, in] of all ranks."""
         self.weight = declared_parameter(weight, group, init)
         self.bias = None if bias is None else declared_parameter(bias, group, init)
 

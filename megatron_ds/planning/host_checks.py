@@ -17,6 +17,7 @@ from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.launch import cpp_ops, device, environment
 from megatron_ds.launch.device import DeviceCapacity, proc_bytes
 from megatron_ds.model.declaration.architecture import param_group_problems
+from megatron_ds.model.declaration.fp8 import fp8_problems
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.planning.swap_disk import Disk
 
@@ -102,6 +103,7 @@ def problems(
         warn: Called with each warning.
     """
     yield from param_group_problems(config)
+    yield from fp8_problems(config)
     yield from _passed_key_problems(config, host.kind, warn)
     yield from _attention_problems(config, host.kind, warn)
     ds_config = generate.build_ds_config(config, dp_size, host.kind, available_on(host.kind))

@@ -43,7 +43,11 @@ BASIC = {"zero", "tp", "pp", "cp", "sp"}
 """Axes of whose values `make test` has all pairs, besides every value of every axis."""
 SIZES = ("tp", "cp", "sp", "pp")
 """Axes whose sizes multiply to the ranks of a replica."""
-ADDED_LATER = [*(("optimizer", name) for name in VALUES["optimizer"][4:]), ("model", "mup")]
+ADDED_LATER = [
+    *(("optimizer", name) for name in VALUES["optimizer"][4:]),
+    ("model", "mup"),
+    *(("fp8", name) for name in VALUES["fp8"][1:]),
+]
 """Values, each of whose pairs leave the runs of the values before it as they are."""
 NOT_COMPARABLE = (
     # Each rank of a shared sequence draws the masks of its own part: not those of one process.
@@ -62,6 +66,8 @@ TEST_FLAGS = {
         "--moe-ffn-hidden-size 32 --moe-latent-size 24 "
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
     ),
+    **{("fp8", name): "--fp8-min-features 1" for name in ("tensorwise", "rowwise")},
+    ("fp8", "blockwise"): "--fp8-min-features 1 --fp8-block-size 2",
     ("precision", "fp16"): "--allow-fp16-on-cpu --loss-scale 512",
     **{("optimizer", name): flags_of(name) for name in support_matrix.AXES["optimizer"].values},
 }
@@ -136,10 +142,11 @@ def reference_of(
         replay: Decides as the run did. None: the reference decides.
         moved: As for `train_reference`.
     """
-    names = ("model", "optimizer", "documents", "curriculum", "dropout", "schedule")
+    names = ("model", "optimizer", "documents", "curriculum", "dropout", "schedule", "fp8")
     kept = {axis: run[axis] for axis in names}
-    # Dropout masks and the load-balancing loss are those of a micro-batch.
-    size = _micro_batch_size(run) if run["dropout"] != "off" else None
+    # Dropout masks, scales of fp8 and the load-balancing loss are those of a micro-batch.
+    is_by_micro_batch = run["dropout"] != "off" or run["fp8"] != "off"
+    size = _micro_batch_size(run) if is_by_micro_batch else None
     if run["experts"] != "none":
         kept["experts"] = "replicated"
         size = _micro_batch_size(run)

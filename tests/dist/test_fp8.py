@@ -28,6 +28,12 @@ from tests.dist.reference import Run, train_reference
 from tests.distributed import run_ranks
 from tests.proofs.cases import with_proofs
 
+SCALES: tuple[dict[str, Any], ...] = (
+    {"by_row": False},
+    {"by_row": True},
+    {"by_row": False, "block": 4},
+)
+"""Arguments of recipes: one scale, those of rows, and those of blocks."""
 FEATURES = 16
 TOKENS = (4, 2)
 """Sequence length and micro-batch."""
@@ -38,7 +44,13 @@ def case(
     recipe: str, *, stage: int = 1, tp: int = 1, accumulation: int = 4, **options: Any
 ) -> Case:
     """A training on two ranks, in fp32 around the linear layers."""
-    precision = {"fp8_format": "hybrid", "fp8_recipe": recipe}
+    precision: dict[str, Any] = {
+        "fp8_format": "hybrid",
+        "fp8_recipe": recipe,
+        "fp8_min_features": 1,
+    }
+    if recipe == "blockwise":
+        precision["fp8_block_size"] = 2
     changes = {"precision": precision, **options.pop("changes", {})}
     return Case(2, stage, tp, accumulation, "learned", "sgd", changes=changes, **options)
 
@@ -53,15 +65,20 @@ CASES = {
     "pp2": case("tensorwise", pp=2),
     "sp2": case("tensorwise", sp=2),
     "cp2": case("rowwise", cp=2),
+    "tp2-blockwise": case("blockwise", tp=2, changes=SEQUENCE),
     "zero1": case("tensorwise", accumulation=2),
     "zero1-rowwise": case("rowwise", accumulation=2),
     "zero3-tp2-rowwise": case("rowwise", stage=3, tp=2, changes=SEQUENCE),
     "pp2-rowwise": case("rowwise", pp=2, changes=RECOMPUTED),
     "sp2-rowwise": case("rowwise", sp=2, stage=3),
     "cp2-tensorwise": case("tensorwise", cp=2, stage=2),
+    "zero3-blockwise": case("blockwise", stage=3, changes=RECOMPUTED),
+    "pp2-blockwise": case("blockwise", pp=2),
+    "sp2-blockwise": case("blockwise", sp=2, stage=3),
+    "cp2-blockwise": case("blockwise", cp=2, stage=2),
 }
 """Trainings by name."""
-PROOFS = list(CASES)[7:]
+PROOFS = list(CASES)[8:]
 """Those that only proofs run."""
 
 
@@ -105,11 +122,12 @@ def shard(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def check_tensor_parallel_layers(group: Group) -> None:
     bias = torch.arange(16.0)
-    for by_row, gradients, sharded, in_sequence in itertools.product(
-        (False, True), (E4M3, E5M2), (0, 1), (False, True)
+    for scales, gradients, sharded, in_sequence in itertools.product(
+        SCALES, (E4M3, E5M2), (0, 1), (False, True)
     ):
         ranks = dataclasses.replace(group, sequence_parallel=in_sequence)
-        recipe = Fp8Recipe(gradients, by_row, ALONE)
+        by_row = bool(scales["by_row"])
+        recipe = Fp8Recipe(gradients, tokens=ALONE, **scales)
         x = activations(1, by_row)
         grad = activations(2, by_row)
         weight = draw(FEATURES, FEATURES, 3, by_row)
@@ -138,21 +156,23 @@ def check_tensor_parallel_layers(group: Group) -> None:
         )
         wanted = part(y, inside), part(grad_x, outside), shard(grad_weight, sharded, ranks)
         for name, one, other in zip("yxwb", found, (*wanted, biases[1]), strict=True):
-            assert torch.equal(one, other), (name, by_row, gradients, sharded, in_sequence)
+            assert torch.equal(one, other), (name, scales, gradients, sharded, in_sequence)
 
 
 def check_shared_sequences(group: Group) -> None:
-    for by_row, gradients in itertools.product((False, True), (E4M3, E5M2)):
+    for scales, gradients in itertools.product(SCALES, (E4M3, E5M2)):
+        by_row = bool(scales["by_row"])
         x = activations(1, by_row, over_tokens=True)
         grad = activations(2, by_row, over_tokens=True)
         weight = draw(FEATURES, FEATURES, 3, by_row)
-        wanted = computed(Fp8Recipe(gradients, by_row, ALONE), ALONE, 0, x, weight, grad=grad)
-        recipe = Fp8Recipe(gradients, by_row, group)
+        alone = Fp8Recipe(gradients, tokens=ALONE, **scales)
+        wanted = computed(alone, ALONE, 0, x, weight, grad=grad)
+        recipe = Fp8Recipe(gradients, tokens=group, **scales)
         parts = shard(x, 0, group), weight
         y, grad_x, grad_weight = computed(recipe, ALONE, 0, *parts, grad=shard(grad, 0, group))
-        assert torch.equal(y, shard(wanted[0], 0, group)), (by_row, gradients)
-        assert torch.equal(grad_x, shard(wanted[1], 0, group)), (by_row, gradients)
-        assert torch.equal(sum_over_group(grad_weight, group), wanted[2]), (by_row, gradients)
+        assert torch.equal(y, shard(wanted[0], 0, group)), (scales, gradients)
+        assert torch.equal(grad_x, shard(wanted[1], 0, group)), (scales, gradients)
+        assert torch.equal(sum_over_group(grad_weight, group), wanted[2]), (scales, gradients)
 
 
 def check_layers(rank: int) -> None:

@@ -46,7 +46,8 @@ FOLDED = {"pipeline_schedule": "dualpipev", "num_layers": 4, "micro_batch_size":
 TP2 = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"sequence_parallel": True}
 PACKED = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), True)
-FP8 = {"fp8_format": "hybrid", "fp8_recipe": "rowwise"}
+FP8 = {"fp8_format": "hybrid", "fp8_recipe": "rowwise", "fp8_min_features": 1}
+BLOCKS = {"fp8_recipe": "blockwise", "fp8_block_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
     "zero0-tp2-packed": (2, {"stage": 0}, {**TP2, **PACKED}),
@@ -57,6 +58,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
 """Ranks, `zero_optimization` of the DeepSpeed file, and further flags."""
 MORE: dict[str, tuple[int, dict[str, Any], Settings]] = {
     "zero3-tp2-dp2-bf16-muon": (4, zero3(), {**TP2, **SEQUENCE, "bf16": True, "optimizer": "muon"}),
+    "zero1-tp2-fp8-blocks": (2, {"stage": 1}, {**TP2, "bf16": True, **FP8, **BLOCKS}),
     "zero0-dp2": (2, {"stage": 0}, {}),
     "zero1-pp2-dp2-bf16": (4, {"stage": 1}, {**PP2, "bf16": True}),
     "zero3-dp2-sp2": (4, zero3(), {"ds_sequence_parallel_size": 2}),

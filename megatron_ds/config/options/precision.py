@@ -20,6 +20,9 @@ FP16 = when(fp16=True)
 FP8 = when(fp8_format=ANY_VALUE)
 DYNAMIC_SCALE = (FP16, Condition({"loss_scale": (None,)}, without_flags=True))
 
+FP8_MULTIPLE = 16
+"""Kernels of fp8 take matrices whose sizes are multiples of it."""
+
 _of_dynamic_scale = functools.partial(option_field, only_with=DYNAMIC_SCALE)
 
 
@@ -62,8 +65,14 @@ class PrecisionConfig:
     fp8_format: str | None = option_field(None, choices=("e4m3", "hybrid"))
     """Multiply in fp8 in the linear layers of attention and of dense feed-forward layers, in
     training: with gradients in E4M3, or in E5M2 (hybrid)."""
-    fp8_recipe: str | None = option_field(None, choices=("tensorwise", "rowwise"), only_with=FP8)
-    """Scales of fp8, from the current values: one for a tensor, or one for each row or column."""
+    fp8_recipe: str | None = option_field(
+        None, choices=("tensorwise", "rowwise", "blockwise"), only_with=FP8
+    )
+    """Scales of fp8, from the current values: one for a tensor, one for each row or column, or one
+    for each block."""
+    fp8_block_size: int = option_field(128, minimum=1, only_with=when(fp8_recipe="blockwise"))
+    """Features or tokens of a block that has a scale; a block of weights has the square of it.
+    Devices have kernels for 128."""
     first_last_layers_bf16: bool = option_field(False, only_with=FP8)
     """Leave the first and the last transformer layers out of fp8."""
     num_layers_at_start_in_bf16: int = option_field(
@@ -75,6 +84,10 @@ class PrecisionConfig:
     )
     """Last transformer layers that are left out of fp8."""
 
+    fp8_min_features: int = option_field(1024, minimum=1, only_with=FP8)
+    """Leave linear layers out of fp8 whose input and output features, multiplied and divided by
+    their sum, are fewer, or are no multiples of 16; a layer of 2,048 to 2,048 features has 1024."""
+
     def fp8_layers(self, num_layers: int) -> range:
         """Numbers of the transformer layers with linear layers in fp8, of a model with so many."""
         if self.fp8_format is None:
@@ -82,6 +95,14 @@ class PrecisionConfig:
         if not self.first_last_layers_bf16:
             return range(num_layers)
         return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
+
+    def rounds(self, rows: int, columns: int) -> bool:
+        """Whether a matrix of this size is large enough for fp8, and has sizes for its kernels.
+
+        Products save time by the product of both sizes, and casts take it by their sum.
+        """
+        is_aligned = rows % FP8_MULTIPLE == columns % FP8_MULTIPLE == 0
+        return is_aligned and rows * columns >= self.fp8_min_features * (rows + columns)
 
     @property
     def name(self) -> str:
@@ -91,9 +112,6 @@ class PrecisionConfig:
     def problems(self) -> Iterator[Problem]:
         if self.fp16 and self.bf16:
             yield exclusive_problem("fp16", "bf16")
-        if self.fp8_format is not None and self.fp16:
-            reason = "gradients in fp8 have scales of their own"
-            yield exclusive_problem("fp8_format", "fp16", reason=reason)
         if self.fp8_format is not None and self.fp8_recipe is None:
             yield Problem("fp8-without-recipe", settings=self)
         if self.min_loss_scale >= 1 and self.min_loss_scale != int(self.min_loss_scale):

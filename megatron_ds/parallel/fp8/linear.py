@@ -4,8 +4,9 @@ Of y = x W^T, x and W are rounded to E4M3; of dx = g W and dW = g^T x also g, to
 operand is rounded anew along the dimension of a sum if the scales are of rows. Scales come from the
 numbers themselves. Ranks that have parts of a scale's range agree on it, so that the rounded
 numbers are those of one process: tensor-parallel ranks where the range contains a sharded
-dimension, and ranks with slices of the same sequences where it contains the tokens. Micro-batches
-have scales of their own. The gradient of the bias is a sum of what is not rounded.
+dimension, and ranks with slices of the same sequences where it contains the tokens. Blocks are of
+one rank. Micro-batches have scales of their own. The gradient of the bias is a sum of what is not
+rounded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from megatron_ds.parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
-from megatron_ds.parallel.fp8.rounding import E4M3, Rounded, multiply, round_matrix
+from megatron_ds.parallel.fp8.rounding import (
+    E4M3,
+    RoundBoth,
+    Rounded,
+    multiply,
+    round_blocks,
+    round_both,
+    round_matrix,
+)
 from megatron_ds.parallel.mesh import Group
 
 
@@ -55,7 +64,7 @@ class RoundedWeights:
         return self._kept[key]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fp8Recipe:
     """How the layers of a model are rounded."""
 
@@ -66,6 +75,12 @@ class Fp8Recipe:
     tokens: Group
     """Ranks that have slices of the same sequences."""
     weights: RoundedWeights = field(default_factory=RoundedWeights)
+    block: int | None = None
+    """Length of the blocks of rows that have scales, and side of those of weights. None: no blocks
+    have."""
+
+    round_both: RoundBoth = round_both
+    """Rounds what is alone on its rank; a compiled function on a device."""
 
 
 class Fp8Linear:
@@ -86,7 +101,10 @@ class Fp8Linear:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # kept weights change in no graph
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output, as that of `ColumnParallelLinear` and `RowParallelLinear`."""
-        y: Tensor = _Fp8Product.apply(x, weight, bias, self)
+        # What is gathered for the product is gathered again for the gradient.
+        is_gathered = self.is_column and self.group.sequence_parallel
+        keeps_codes = torch.is_grad_enabled() and weight.requires_grad and not is_gathered
+        y: Tensor = _Fp8Product.apply(x, weight, bias, self, keeps_codes)
         return y
 
     @property
@@ -104,6 +122,8 @@ class Fp8Linear:
         def compute() -> Rounded:
             if dim == 0 and not recipe.by_row:
                 return self.round_weight(weight, 1).transposed()
+            if recipe.block is not None:
+                return round_blocks(weight, E4M3, (recipe.block, recipe.block))
             is_shared = not recipe.by_row or dim == self.sharded
             groups = (self.group,) if is_shared else ()
             return round_matrix(weight, dim, E4M3, by_row=recipe.by_row, groups=groups)
@@ -119,6 +139,8 @@ class Fp8Linear:
             is_sharded: Whether the features are sharded over the tensor-parallel group.
         """
         recipe = self.recipe
+        if recipe.block is not None:
+            return round_blocks(rows, dtype, (1, recipe.block))
         groups = [self.group] if is_sharded else []
         if not recipe.by_row:
             groups.append(recipe.tokens)
@@ -127,15 +149,45 @@ class Fp8Linear:
     def round_columns(self, rows: Tensor, dtype: torch.dtype, *, is_sharded: bool) -> Rounded:
         """The same rounded along the tokens, transposed: [features, tokens]."""
         recipe = self.recipe
+        if recipe.block is not None:
+            return round_blocks(rows.t(), dtype, (1, recipe.block))
         if not recipe.by_row:
             return self.round_rows(rows, dtype, is_sharded=is_sharded).transposed()
         return round_matrix(rows, 0, dtype, by_row=True, groups=(recipe.tokens,))
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The forward pass."""
+    def round_pair(
+        self, rows: Tensor, dtype: torch.dtype, *, is_sharded: bool
+    ) -> tuple[Rounded, Rounded]:
+        """The results of `round_rows` and `round_columns`, from one reading where that suffices."""
+        recipe = self.recipe
+        shares = (is_sharded and self.group.size > 1) or recipe.tokens.size > 1
+        if recipe.block is None and shares:
+            by_token = self.round_rows(rows, dtype, is_sharded=is_sharded)
+            if not recipe.by_row:
+                return by_token, by_token.transposed()
+            return by_token, self.round_columns(rows, dtype, is_sharded=is_sharded)
+        block = None if recipe.block is None else (1, recipe.block)
+        codes, scale, columns, column_scale = recipe.round_both(
+            rows, dtype, recipe.by_row, recipe.block
+        )
+        return Rounded(codes, scale, block), Rounded(columns, column_scale, block)
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, keeps_codes: bool
+    ) -> tuple[Tensor, Rounded | None]:
+        """The forward pass: the output, and x rounded for the gradient of W if it is kept."""
         if self.is_column and self.group.sequence_parallel:
             x = wait(start_all_gather(x, self.group))
-        rows = self.round_rows(x.flatten(0, -2), E4M3, is_sharded=self.is_row)
+        flat = x.flatten(0, -2)
+        inputs = None
+        if keeps_codes:
+            rows, inputs = self.round_pair(flat, E4M3, is_sharded=self.is_row)
+        else:
+            rows = self.round_rows(flat, E4M3, is_sharded=self.is_row)
+        y = self._sum(rows, x, weight, bias)
+        return y, inputs
+
+    def _sum(self, rows: Rounded, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         added = None if self.is_row else bias
         y = multiply(rows, self.round_weight(weight, 1), added, x.dtype)
         y = y.view(*x.shape[:-1], -1)
@@ -148,38 +200,42 @@ class Fp8Linear:
         return y if bias is None else y + bias
 
     def backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]
+        self, grad: Tensor, x: Tensor | Rounded, weight: Tensor, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, W and b that are needed."""
+        """The gradients of x, W and b that are needed, for x or what `forward` kept of it."""
         group = self.group
         is_split = group.sequence_parallel
         gathered = None
-        if self.is_column and is_split and needs[1]:
+        if self.is_column and is_split and needs[1] and isinstance(x, Tensor):
             gathered = start_all_gather(x, group)
         if self.is_row and is_split:
             grad = wait(start_all_gather(grad, group))
         gradients = self.recipe.gradients
         rows = grad.flatten(0, -2)
-        by_token = None
         grad_x = None
         grad_weight = None
         grad_bias = None
         work: dist.Work | None = None
+        by_feature: Rounded | None = None
         if needs[0]:
-            by_token = self.round_rows(rows, gradients, is_sharded=self.is_column)
-            product = multiply(by_token, self.round_weight(weight, 0), None, x.dtype)
+            if needs[1]:
+                pair = self.round_pair(rows, gradients, is_sharded=self.is_column)
+                by_token, by_feature = pair
+            else:
+                by_token = self.round_rows(rows, gradients, is_sharded=self.is_column)
+            product = multiply(by_token, self.round_weight(weight, 0), None, grad.dtype)
             grad_x = product.view(*grad.shape[:-1], -1)
             if self.is_column and is_split:
                 grad_x, work = start_reduce_scatter(grad_x, group)
             elif self.is_column:
                 work = start_all_reduce_(grad_x, group)
         if needs[1]:
-            if by_token is None or self.recipe.by_row:
+            if by_feature is None:
                 by_feature = self.round_columns(rows, gradients, is_sharded=self.is_column)
-            else:
-                by_feature = by_token.transposed()
-            full = (x if gathered is None else wait(gathered)).flatten(0, -2)
-            inputs = self.round_columns(full, E4M3, is_sharded=self.is_row)
+            inputs = x
+            if isinstance(inputs, Tensor):
+                full = (inputs if gathered is None else wait(gathered)).flatten(0, -2)
+                inputs = self.round_columns(full, E4M3, is_sharded=self.is_row)
             grad_weight = multiply(by_feature, inputs, None, weight.dtype)
         if needs[2]:
             grad_bias = rows.sum(0)
@@ -191,16 +247,28 @@ class Fp8Linear:
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Fp8Linear,
+        keeps_codes: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        y, inputs = layer.forward(x, weight, bias, keeps_codes=keeps_codes)
+        if inputs is None:
+            ctx.save_for_backward(weight, x)
+        else:
+            ctx.save_for_backward(weight, inputs.codes, inputs.scale)
+            ctx.block = inputs.block
         ctx.layer = layer
-        return layer.forward(x, weight, bias)
+        return y
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         layer: Fp8Linear = ctx.layer
-        x, weight = ctx.saved_tensors
-        return *layer.backward(grad, x, weight, ctx.needs_input_grad[:3]), None
+        weight, x, *scale = ctx.saved_tensors
+        if scale:
+            x = Rounded(x, scale[0], ctx.block)
+        return *layer.backward(grad, x, weight, ctx.needs_input_grad[:3]), None, None

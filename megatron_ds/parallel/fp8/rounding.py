@@ -8,22 +8,24 @@ Micikevicius et al. 2022, as torch has them, without infinity in E4M3.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ds.config.devices import HOST
+from megatron_ds.config.options.precision import FP8_MULTIPLE
 from megatron_ds.parallel.mesh import Group
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
+Block = tuple[int, int]
+"""Rows and columns of a block."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Smallest scale by which numbers are divided: that of the smallest normal number in fp32."""
-MULTIPLE = 16
-"""Kernels take matrices whose sizes are multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,25 @@ class Rounded:
     codes: Tensor
     """[rows, columns] in fp8; products are summed over the columns."""
     scale: Tensor
-    """fp32, of the matrix, [], or of each row, [rows, 1]."""
+    """fp32, of the matrix, [], of each row, [rows, 1], or of each block."""
+    block: Block | None = None
+    """Rows and columns of the blocks that have scales."""
 
     def transposed(self) -> Rounded:
-        """The transposed matrix, of a matrix with one scale."""
+        """The transposed matrix, of a matrix with one scale or with blocks."""
+        codes = self.codes.t().contiguous()
+        if self.block is not None:
+            return Rounded(codes, self.scale.t().contiguous(), self.block[::-1])
         assert self.scale.dim() == 0
-        return Rounded(self.codes.t().contiguous(), self.scale)
+        return Rounded(codes, self.scale)
 
     def values(self) -> Tensor:
         """The rounded numbers in fp32."""
-        return self.codes.float() * self.scale
+        if self.block is None:
+            return self.codes.float() * self.scale
+        rows, columns = self.codes.shape
+        scale = self.scale.repeat_interleave(self.block[0], 0)[:rows]
+        return self.codes.float() * scale.repeat_interleave(self.block[1], 1)[:, :columns]
 
 
 def round_matrix(
@@ -67,19 +78,85 @@ def round_matrix(
     for group in groups:
         if group.size > 1:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group.handle)
-    scale = amax / torch.finfo(dtype).max
-    scale = torch.where(scale < SMALLEST_SCALE, torch.ones_like(scale), scale)
+    scale = _scale_of(amax, dtype)
     codes = (x.float() / scale).to(dtype)
     if dim == 0:
         return Rounded(codes.t().contiguous(), scale.t().contiguous() if by_row else scale)
     return Rounded(codes, scale)
 
 
+def round_blocks(x: Tensor, dtype: torch.dtype, block: Block) -> Rounded:
+    """Round a matrix with a scale for each block, as DeepSeek-AI 2024 (section 3.3.2).
+
+    A scale is that of `round_matrix`, rounded up to a power of two, so that it adds no rounding
+    error: numbers are divided and products multiplied by it exactly. Blocks at the ends may be
+    smaller.
+
+    Args:
+        x: Matrix [rows, columns], whose products are summed over the columns.
+        dtype: `E4M3` or `E5M2`.
+        block: Rows and columns of a block.
+    """
+    rows, columns = x.shape
+    padded = F.pad(x, (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    scale = power_of_two_above(_scale_of(blocks.abs().amax((1, 3)).float(), dtype))
+    codes = (blocks.float() / scale[:, None, :, None]).to(dtype)
+    codes = codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+    return Rounded(codes, scale, block)
+
+
+def round_both(
+    x: Tensor, dtype: torch.dtype, by_row: bool, block: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round activations or gradients along both dimensions, of ranges that one rank has.
+
+    Devices compile it: the casts of both results then read the numbers once.
+
+    Args:
+        x: Matrix [tokens, features].
+        dtype: `E4M3` or `E5M2`.
+        by_row: As for `round_matrix`.
+        block: Length of the blocks of rows that have scales. None: no blocks have.
+
+    Returns:
+        Codes and scale for sums over the features, and for sums over the tokens.
+    """
+    if block is not None:
+        pair = [round_blocks(matrix, dtype, (1, block)) for matrix in (x, x.t())]
+    else:
+        first = round_matrix(x, 1, dtype, by_row=by_row, groups=())
+        if by_row:
+            pair = [first, round_matrix(x, 0, dtype, by_row=True, groups=())]
+        else:
+            pair = [first, first.transposed()]
+    one, other = pair
+    return one.codes, one.scale, other.codes, other.scale
+
+
+RoundBoth = Callable[[Tensor, torch.dtype, bool, int | None], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def power_of_two_above(x: Tensor) -> Tensor:
+    """The smallest powers of two that are at least as large as positive normal numbers in fp32.
+
+    Numbers that are not finite stay as they are.
+    """
+    exponents = (x.view(torch.int32) + 0x007FFFFF) & 0x7F800000
+    return torch.where(x.isfinite(), exponents.view(torch.float32), x)
+
+
+def _scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = amax / torch.finfo(dtype).max
+    return scale.masked_fill(scale < SMALLEST_SCALE, 1.0)
+
+
 def multiply(a: Rounded, b: Rounded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """a b^T + bias, rounded once: [rows of a, rows of b].
 
     The products of the codes are summed in fp32, and the sum multiplied by the scale of a, then by
-    that of b. On a CPU that is what is computed, elsewhere by a kernel if there is one.
+    that of b; with blocks, the products of the rounded numbers are summed. On a CPU that is what is
+    computed, elsewhere by a kernel if there is one.
 
     Args:
         a: Matrix.
@@ -87,10 +164,12 @@ def multiply(a: Rounded, b: Rounded, bias: Tensor | None, dtype: torch.dtype) ->
         bias: A number for each row of b; it is added in fp32.
         dtype: Type of the result.
     """
-    is_by_row = a.scale.dim() > 0
-    if dtype is torch.bfloat16 and _fits(a, b) and has_kernel(a.codes.device, is_by_row):
+    if dtype is torch.bfloat16 and _fits(a, b) and has_kernel(a.codes.device, _scaling_of(a, b)):
         return multiply_by_kernel(a, b, bias, dtype)
-    y = a.codes.float() @ b.codes.float().t() * a.scale * b.scale.t()
+    if a.block is not None:
+        y = a.values() @ b.values().t()
+    else:
+        y = a.codes.float() @ b.codes.float().t() * a.scale * b.scale.t()
     if bias is not None:
         y = y + bias.float()
     return y.to(dtype)
@@ -98,32 +177,82 @@ def multiply(a: Rounded, b: Rounded, bias: Tensor | None, dtype: torch.dtype) ->
 
 def multiply_by_kernel(a: Rounded, b: Rounded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """As `multiply`, by the kernel of torch."""
-    return torch._scaled_mm(
+    if a.block is None:
+        return torch._scaled_mm(
+            a.codes,
+            b.codes.t(),
+            scale_a=a.scale,
+            scale_b=b.scale.t(),
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=False,
+        )
+    # The kernel takes scales of one block of columns after the other.
+    return F.scaled_mm(
         a.codes,
         b.codes.t(),
-        scale_a=a.scale,
-        scale_b=b.scale.t(),
+        a.scale.t().contiguous().t(),
+        _kernel_scaling(a),
+        b.scale if b.block == (KERNEL_BLOCK, KERNEL_BLOCK) else b.scale.t().contiguous().t(),
+        _kernel_scaling(b),
         bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=False,
+        output_dtype=dtype,
     )
 
 
+KERNEL_BLOCK = 128
+"""Side of the blocks for which there is a kernel."""
+
+
+def _kernel_scaling(x: Rounded) -> F.ScalingType:
+    is_row = x.block == (1, KERNEL_BLOCK)
+    return F.ScalingType.BlockWise1x128 if is_row else F.ScalingType.BlockWise128x128
+
+
+Scaling = tuple[bool, Block | None, Block | None]
+"""Whether rows have scales, and the blocks of both matrices of a product."""
+
+
+def _scaling_of(a: Rounded, b: Rounded) -> Scaling:
+    return a.scale.dim() > 0, a.block, b.block
+
+
+def scalings_of(*, by_row: bool, block: int | None) -> list[Scaling]:
+    """The kinds of products of a recipe: y and dx, then dW."""
+    if block is None:
+        return [(by_row, None, None)]
+    return [(True, (1, block), (block, block)), (True, (1, block), (1, block))]
+
+
 @functools.cache
-def has_kernel(device: torch.device, by_row: bool) -> bool:
-    """Whether a device, other than a CPU, multiplies matrices in both formats."""
-    if device.type == HOST:
+def has_kernel(device: torch.device, scaling: Scaling) -> bool:
+    """Whether a device, other than a CPU, multiplies matrices in both formats as is defined."""
+    by_row, *blocks = scaling
+    if device.type == HOST or any(block and max(block) != KERNEL_BLOCK for block in blocks):
         return False
-    zeros = torch.zeros(MULTIPLE, MULTIPLE, device=device)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * KERNEL_BLOCK, 2 * KERNEL_BLOCK, generator=generator) ** 3
     try:
         for dtype in (E4M3, E5M2):
-            a = round_matrix(zeros, 1, dtype, by_row=by_row, groups=())
-            b = round_matrix(zeros, 1, E4M3, by_row=by_row, groups=())
-            multiply_by_kernel(a, b, None, torch.bfloat16)
-    except (RuntimeError, NotImplementedError, ValueError):
+            a, b = (
+                round_matrix(x, 1, of, by_row=by_row, groups=())
+                if block is None
+                else round_blocks(x, of, block)
+                for of, block in zip((dtype, E4M3), blocks, strict=True)
+            )
+            expected = multiply(a, b, None, torch.bfloat16).float()
+            a, b = (Rounded(m.codes.to(device), m.scale.to(device), m.block) for m in (a, b))
+            y = multiply_by_kernel(a, b, None, torch.bfloat16).float().cpu()
+            if not (y - expected).abs().max() <= KERNEL_ERROR * expected.abs().max():
+                return False
+    except (RuntimeError, NotImplementedError, ValueError, AttributeError):
         return False
     return True
 
 
+KERNEL_ERROR = 2**-6
+"""Accepted error of a kernel's products, relative to the largest: twice the rounding of bf16."""
+
+
 def _fits(a: Rounded, b: Rounded) -> bool:
-    return not any(size % MULTIPLE for size in (a.codes.shape[1], b.codes.shape[0]))
+    return not any(size % FP8_MULTIPLE for size in (a.codes.shape[1], b.codes.shape[0]))

@@ -110,6 +110,14 @@ def test_changes_that_affect_training_are_reported_with_both_values(
     assert value in str(warning) or f"{float(value):g}" in str(warning)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_other_micro_batches_are_reported_since_their_tokens_share_scales(recipe: str) -> None:
+    before = config_of(f"--fp8-format hybrid --fp8-recipe {recipe}")
+    now = config_of(f"--fp8-format hybrid --fp8-recipe {recipe} --micro-batch-size 2")
+    assert compare(before, now) == ([], ["micro_batch_size"])
+    assert changed_settings(saved_by(before), before, 2) == []  # the same with another rank
+
+
 @pytest.mark.parametrize("role", ["prefix", "suffix", "middle", "pad", "eod"])
 def test_other_tokens_of_fill_in_the_middle_are_reported(role: str) -> None:
     before = config_of("--fim-data")

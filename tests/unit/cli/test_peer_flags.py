@@ -421,7 +421,6 @@ def test_refused_values_of_supported_flags_name_the_reason() -> None:
     "words",
     [
         "--fp8-recipe delayed",
-        "--fp8-recipe blockwise",
         "--fp8-recipe mxfp8",
         "--fp8-recipe custom",
         "--fp8-param-gather",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -35,6 +35,7 @@ from megatron_ds.model.attention.cores import name_of
 from megatron_ds.model.attention.packed import FlexKernel, PackingOptions, VarlenKernel
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.kernels.elementwise import EAGER, Elementwise
+from megatron_ds.parallel.fp8.rounding import Scaling
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import codes
 from tests.proofs.cases import with_proofs
@@ -347,26 +348,61 @@ def test_selective_recomputation_of_a_fused_kernel_is_noted(
     assert codes(trials.selective_recompute(plain)) == []
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("recipe", "scalings"),
+    [
+        ("tensorwise", [(False, None, None)]),
+        ("rowwise", [(True, None, None)]),
+        ("blockwise", [(True, (1, 128), (128, 128)), (True, (1, 128), (1, 128))]),
+    ],
+)
 @pytest.mark.parametrize("bf16", [True, False])
 def test_products_in_fp8_without_a_kernel_are_noted(
-    recipe: str, bf16: bool, monkeypatch: pytest.MonkeyPatch
+    recipe: str, scalings: list[Scaling], bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precision = PrecisionConfig(bf16=bf16, fp8_format="e4m3", fp8_recipe=recipe)
-    asked: list[tuple[torch.device, bool]] = []
+    asked: list[tuple[torch.device, Scaling]] = []
 
-    def has_kernel(device: torch.device, by_row: bool) -> bool:
-        asked.append((device, by_row))
-        return device == ELSEWHERE
+    def has_kernel(device: torch.device, scaling: Scaling) -> bool:
+        asked.append((device, scaling))
+        return device == ELSEWHERE and scaling == scalings[0]
 
     monkeypatch.setattr(trials, "has_kernel", has_kernel)
     model = MagicMock()
     for device in (CPU, ELSEWHERE):
         trial = Trial(config(precision=precision), model, Mesh.single(), device)
-        expected = [] if bf16 and device == ELSEWHERE else ["fp8-without-kernel"]
+        is_usable = bf16 and device == ELSEWHERE and len(scalings) == 1
+        expected = [] if is_usable else ["fp8-without-kernel"]
         assert codes(trials.fp8_products(trial)) == expected
     assert codes(trials.fp8_products(Trial(config(), model, Mesh.single(), CPU))) == []
-    assert asked == [(device, recipe == "rowwise") for device in (CPU, ELSEWHERE) if bf16]
+    tried = [(CPU, scalings[0]), *((ELSEWHERE, scaling) for scaling in scalings)]
+    assert asked == tried * bf16
+
+
+@pytest.mark.parametrize(("triton", "no_compile"), [(True, False), (True, True), (False, False)])
+def test_casts_to_fp8_are_compiled_where_there_is_a_kernel(
+    triton: bool, no_compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = PrecisionConfig(bf16=True, fp8_format="e4m3", fp8_recipe="rowwise")
+    runtime = RuntimeConfig(no_compile=no_compile)
+    accelerator = MagicMock()
+    accelerator.is_triton_supported.return_value = triton
+    monkeypatch.setattr(trials, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(trials, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(trials, "recipe_of", lambda model: "recipe" if model == "model" else None)
+    tried: list[tuple[Any, ...]] = []
+
+    def compile_rounding(*arguments: Any, lengths_vary: bool) -> Problem:
+        tried.append((*arguments, lengths_vary))
+        return REASON
+
+    monkeypatch.setattr(trials, "compile_rounding", compile_rounding)
+    for model in ("model", "stage without layers in fp8"):
+        run = config(precision=precision, runtime=runtime)
+        trial = Trial(run, cast(Any, model), Mesh.single(), ELSEWHERE)
+        is_tried = triton and not no_compile and model == "model"
+        assert codes(trials.fp8_products(trial)) == codes([REASON]) * is_tried
+    assert tried == [("recipe", ELSEWHERE, False)] * (triton and not no_compile)
 
 
 def test_problems_are_reported_in_the_order_of_the_checks(

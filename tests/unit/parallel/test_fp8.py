@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.config import ModelConfig, PrecisionConfig
-from megatron_ds.model.fp8_layers import compute_in_fp8, rounded_weights
+from megatron_ds.config import Config, ModelConfig, PrecisionConfig
+from megatron_ds.model.declaration.fp8 import fp8_problems
+from megatron_ds.model.fp8_layers import compile_rounding, compute_in_fp8, rounded_weights
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.fp8 import linear, rounding
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
@@ -26,11 +28,14 @@ from megatron_ds.parallel.linear import ColumnParallelLinear
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.weights import linear_weights
+from tests.problems import codes
+from tests.proofs.cases import with_proofs
 
 FORMATS = {"e4m3": (E4M3, 4, 7, 448.0), "e5m2": (E5M2, 5, 15, 57344.0)}
 """Type, bits of the exponent, its bias, largest number."""
 ALONE = Mesh.single().tp
-RECIPES = ["tensorwise", "rowwise"]
+RECIPES = ["tensorwise", "rowwise", "blockwise"]
+BLOCK = 8
 SHAPE = ModelConfig(
     num_layers=4,
     hidden_size=32,
@@ -88,12 +93,41 @@ def round_naively(x: Tensor, dim: int, name: str, by_row: bool) -> tuple[Tensor,
     return codes, torch.stack(scales).view(-1, 1)
 
 
+def round_blocks_naively(
+    x: Tensor, dim: int, name: str, block: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Codes as fp32 numbers, with the summed dimension last, and scales of the same shape."""
+    rows = x.float() if dim == 1 else x.float().t()
+    codes = torch.empty_like(rows)
+    scales = torch.empty_like(rows)
+    height, width = block
+    for top, left in itertools.product(
+        range(0, rows.shape[0], height), range(0, rows.shape[1], width)
+    ):
+        part = slice(top, top + height), slice(left, left + width)
+        amax = float(rows[part].abs().max())
+        scale = 1.0
+        if amax > 0:
+            scale = 2.0 ** math.ceil(math.log2(amax / FORMATS[name][3]))
+        scales[part] = scale
+        codes[part] = torch.tensor(
+            [[nearest(value / scale, name) for value in row] for row in rows[part].tolist()]
+        )
+    return codes, scales
+
+
+def values_product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    return (a[0] * a[1]) @ (b[0] * b[1]).t()
+
+
 def product_of(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     return a[0] @ b[0].t() * a[1] * b[1].t()
 
 
 def recipe_of(name: str, gradients: str = "hybrid") -> Fp8Recipe:
-    return Fp8Recipe(E5M2 if gradients == "hybrid" else E4M3, name == "rowwise", ALONE)
+    block = BLOCK if name == "blockwise" else None
+    gradient_format = E5M2 if gradients == "hybrid" else E4M3
+    return Fp8Recipe(gradient_format, name == "rowwise", ALONE, block=block)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -111,6 +145,52 @@ def test_numbers_are_rounded_to_the_nearest_of_the_format(
     assert torch.equal(rounded.scale.expand_as(scales), scales)
     assert rounded.codes.is_contiguous()
     assert torch.equal(rounded.values(), codes * scales)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("block", [(1, 8), (8, 8), (5, 64)])
+def test_blocks_are_rounded_with_scales_that_are_powers_of_two(
+    name: str, block: tuple[int, int]
+) -> None:
+    """Claim (precision): blocks of numbers in fp8 have scales that are powers of two, by which no
+    number of a block is larger than the format's"""
+    x = draw(24, 20)
+    x[:8, :8] = 0.0
+    x[9, :] = FORMATS[name][3] / 8  # a quotient that is a power of two
+    rounded = rounding.round_blocks(x, FORMATS[name][0], block)
+    codes, scales = round_blocks_naively(x, 1, name, block)
+    assert torch.equal(rounded.codes.float(), codes)
+    assert torch.equal(rounded.values(), codes * scales)
+    assert rounded.scale.shape == tuple(-(-s // b) for s, b in zip((24, 20), block, strict=True))
+    assert torch.equal(rounded.transposed().values(), rounded.values().t())
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1.0, 1.0),
+        (1.0000001, 2.0),
+        (1.5, 2.0),
+        (0.75, 1.0),
+        (2.0**-126, 2.0**-126),
+        (1.1 * 2.0**-126, 2.0**-125),
+        (2.0**100 * 1.01, 2.0**101),
+        (math.inf, math.inf),
+    ],
+)
+def test_scales_are_rounded_up_to_a_power_of_two(value: float, expected: float) -> None:
+    assert rounding.power_of_two_above(torch.tensor([value])).item() == expected
+    assert rounding.power_of_two_above(torch.tensor([math.nan])).isnan().all()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_numbers_of_blocks_that_are_not_finite_stay_visible(value: float) -> None:
+    x = draw(4, 16)
+    x[2, 3] = value
+    a = rounding.round_blocks(x, E4M3, (1, BLOCK))
+    y = multiply(a, rounding.round_blocks(draw(5, 16), E4M3, (BLOCK, BLOCK)), None, torch.float32)
+    assert y[2].isnan().all()
+    assert y[:2].isfinite().all()
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-43, 1e-38])
@@ -149,11 +229,19 @@ def test_layer_is_products_of_rounded_numbers(
 
     rows = x.detach().flatten(0, 1)
     g = grad.flatten(0, 1)
+    multiplied = product_of
     round_e4m3 = functools.partial(round_naively, name="e4m3", by_row=by_row)
     round_gradient = functools.partial(round_naively, name=name, by_row=by_row)
-    wanted = product_of(round_e4m3(rows, 1), round_e4m3(weight.detach(), 1)) + bias.detach().float()
-    grad_x = product_of(round_gradient(g, 1), round_e4m3(weight.detach(), 0))
-    grad_weight = product_of(round_gradient(g, 0), round_e4m3(rows, 0))
+    round_weight = round_e4m3
+    if recipe == "blockwise":
+        multiplied = values_product
+        round_e4m3 = functools.partial(round_blocks_naively, name="e4m3", block=(1, BLOCK))
+        round_gradient = functools.partial(round_blocks_naively, name=name, block=(1, BLOCK))
+        round_weight = functools.partial(round_blocks_naively, name="e4m3", block=(BLOCK, BLOCK))
+    wanted = multiplied(round_e4m3(rows, 1), round_weight(weight.detach(), 1))
+    wanted = wanted + bias.detach().float()
+    grad_x = multiplied(round_gradient(g, 1), round_weight(weight.detach(), 0))
+    grad_weight = multiplied(round_gradient(g, 0), round_e4m3(rows, 0))
     assert torch.equal(y.flatten(0, 1), wanted.to(dtype))
     assert x.grad is not None
     assert weight.grad is not None
@@ -175,7 +263,7 @@ def test_kernel_multiplies_the_same_numbers(by_row: bool, dtype: torch.dtype) ->
     wanted = multiply(a, b, bias, torch.bfloat16).float()
     found = multiply_by_kernel(a, b, bias, torch.bfloat16).float()
     assert (found - wanted).abs().max() <= 2**-7 * wanted.abs().max()
-    assert not rounding.has_kernel(torch.device("cpu"), by_row)
+    assert not rounding.has_kernel(torch.device("cpu"), (by_row, None, None))
 
 
 def test_gradients_scaled_by_powers_of_two_are_rounded_alike() -> None:
@@ -197,7 +285,12 @@ def test_weights_are_rounded_once_in_a_step(recipe: str, monkeypatch: pytest.Mon
         rounded.append(x)
         return round_matrix(x, dim, *args, **options)
 
+    def count_blocks(x: Tensor, *args: Any) -> rounding.Rounded:
+        rounded.append(x)
+        return rounding.round_blocks(x, *args)
+
     monkeypatch.setattr(linear, "round_matrix", count)
+    monkeypatch.setattr(linear, "round_blocks", count_blocks)
     rule = recipe_of(recipe)
     layer = Fp8Linear(rule, ALONE, 0)
     weight = torch.nn.Parameter(draw(16, 16))
@@ -228,7 +321,7 @@ def test_layer_computes_in_fp8_in_training_only() -> None:
 
 def model_of(**options: Any) -> GPTModel:
     model = GPTModel(SHAPE, mesh=Mesh.single(), rng=RngStreams(0), seed=3)
-    compute_in_fp8(model, PrecisionConfig(**options))
+    compute_in_fp8(model, PrecisionConfig(**{"fp8_min_features": 1, **options}))
     return model
 
 
@@ -255,6 +348,85 @@ def test_linear_layers_of_the_selected_layers_are_in_fp8(
     assert sorted(names) == [f"layers.{number}.{part}" for number in numbers for part in parts]
     assert list(model.state_dict()) == list(model_of().state_dict())
     assert (rounded_weights(model) is None) == (not numbers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fewest", "expected"),
+    [
+        ((2048, 2048), 1024, True),
+        ((2048, 2032), 1024, False),
+        ((1024, 4096), 1024, False),
+        ((1376, 4128), 1024, True),
+        ((4096, 14336), 1024, True),
+        ((4096, 14344), 1024, False),  # no multiple of 16
+        ((14344, 4096), 1024, False),
+        ((16, 32), 1, True),
+        ((8, 32), 1, False),
+    ],
+)
+def test_small_layers_are_left_out(sizes: tuple[int, int], fewest: int, expected: bool) -> None:
+    """Claim (precision): linear layers that are too small to gain by fp8, or whose sizes are no
+    multiples of 16, compute in the run's precision, by a rule of the full matrix's sizes"""
+    precision = PrecisionConfig(fp8_format="e4m3", fp8_recipe="rowwise", fp8_min_features=fewest)
+    assert precision.rounds(*sizes) == expected
+
+
+def test_one_layer_of_a_block_may_be_left_out() -> None:
+    """The feed-forward layers, with 32 and 128 features, count as 25.6; qkv, 96 x 32, as 24."""
+    model = model_of(fp8_format="hybrid", fp8_recipe="rowwise", fp8_min_features=25)
+    names = {
+        name.partition(".")[2].partition(".")[2]
+        for name, module in model.named_modules()
+        if getattr(module, "training_product", None) is not None
+    }
+    assert names == {"mlp.fc_in", "mlp.fc_out"}
+
+
+@pytest.mark.parametrize(
+    ("fewest", "expected"),
+    [(25, []), (26, ["fp8-of-small-layers"]), (1024, ["fp8-of-small-layers"])],
+)
+def test_a_model_without_large_layers_is_refused(fewest: int, expected: list[str]) -> None:
+    precision = PrecisionConfig(
+        bf16=True, fp8_format="e4m3", fp8_recipe="rowwise", fp8_min_features=fewest
+    )
+    assert codes(fp8_problems(Config(model=SHAPE, precision=precision))) == expected
+    assert codes(fp8_problems(Config(model=SHAPE))) == []
+
+
+@pytest.mark.parametrize("recipe", with_proofs(RECIPES, RECIPES[1:]))
+def test_compiled_casts_round_the_same_numbers(recipe: str) -> None:
+    """Claim (precision): casts to fp8 that a device compiles round as eager ones"""
+    x = draw(24, 40, dtype=torch.bfloat16)
+    weight = draw(16, 40, dtype=torch.bfloat16)
+    results = []
+    for is_compiled in (False, True):
+        rule = recipe_of(recipe)
+        if is_compiled:
+            assert compile_rounding(rule, torch.device("cpu"), lengths_vary=False) is None
+            assert rule.round_both is not rounding.round_both
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = Fp8Linear(rule, ALONE, 0)(*leaves, None)
+        y.square().sum().backward()
+        results.append([y, *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_casts_that_a_compiler_rounds_otherwise_stay_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compiled(x: Tensor, *options: Any) -> tuple[Tensor, ...]:
+        codes, scale, *others = rounding.round_both(x, *options)
+        return codes, scale * 1.1, *others
+
+    for result, code in ((compiled, "compilation-inaccurate"), (None, "compilation-failed")):
+        monkeypatch.setattr(torch, "compile", lambda function, result=result, **_: result)
+        rule = recipe_of("rowwise")
+        problem = compile_rounding(rule, torch.device("cpu"), lengths_vary=False)
+        assert problem is not None
+        assert problem.code == code
+        assert rule.round_both is rounding.round_both
 
 
 def test_compiled_layers_compute_the_same() -> None:
