@@ -126,6 +126,7 @@ class Options:
             "memory": None if self.device_memory is None else _bytes_of(self.device_memory),
             "tflops_16": self.peak_tflops,
             "tflops_32": self.peak_tflops,
+            "tflops_8": self.peak_tflops and self.peak_tflops / device.fp8_operations,
             "efficiency": self.efficiency,
             "per_machine": self.devices_per_machine,
         }

@@ -40,6 +40,8 @@ class Hardware:
     """Bytes per second to the other devices of a machine."""
     between: float
     """Bytes per second to other machines."""
+    tflops_8: float = 0.0
+    """10^12 operations per second in fp8. 0: it multiplies in 16 bits, or by an unknown rate."""
     share: float = 0.5
     """Fraction of the peak that matmuls reach, without other kernels."""
     passes: float = 0.0
@@ -79,6 +81,11 @@ class Hardware:
         if self.efficiency:
             return "given"
         return "fitted to public runs" if self.name in FITTED else "assumed"
+
+    @property
+    def fp8_operations(self) -> float:
+        """Time of an operation in fp8 relative to that of one in 16 bits."""
+        return self.tflops_16 / self.tflops_8 if self.tflops_8 else 1.0
 
     def tflops(self, precision: str) -> float:
         """The peak in a number format."""

@@ -124,7 +124,7 @@ def run_memory(run: PlannedRun) -> MemoryEstimate:
     gathered = sizes.gathered()
     reduction = sizes.reduction()
     retained = sizes.retained_by_malloc(activations)
-    allocated = sizes.allocated(device)
+    allocated = sizes.allocated(device) | run.rounded_weights
     buckets = sizes.num_buckets * sizes.bucket
     gathered_bucket = sizes.bucket if inputs.zero_stage == 3 else 0
     temporary = {

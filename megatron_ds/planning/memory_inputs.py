@@ -14,6 +14,7 @@ from megatron_ds.config.options.optimizer_specs import BLOCKWISE_8_BIT, State
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model.declaration.architecture import Layer, ModelSpec, run_spec
 from megatron_ds.model.declaration.forward_pass import FP32
+from megatron_ds.model.declaration.fp8 import fp8_matrices
 from megatron_ds.model.stages import layers_per_stage, rank_layers
 
 DTYPE_BYTES = {"fp32": FP32, "bf16": 2, "fp16": 2}
@@ -155,6 +156,26 @@ class PlannedRun:
         """Tokens of a micro-batch on a rank."""
         tokens = self.config.schedule.micro_batch_size * self.config.model.seq_length
         return tokens // self.inputs.sequence_ranks
+
+    @property
+    def rounded_weights(self) -> dict[str, int]:
+        """Bytes of weights in fp8 that are kept during the forward and backward passes of a step.
+
+        Each is kept twice, since its two products need other rows. At stage 3 none is kept.
+        """
+        config = self.config
+        if config.precision.fp8_format is None or self.inputs.zero_stage == 3:
+            return {}
+        sizes = self.inputs.tp_size, config.expert_parallel_size
+        is_whole = config.has_whole_experts
+        elements = max(
+            sum(
+                weight.size(*sizes, has_whole_experts=is_whole)
+                for weight in fp8_matrices(config, layers)
+            )
+            for layers in self.rank_layers
+        )
+        return {"weights in fp8": 2 * elements}
 
     @classmethod
     def of(cls, config: Config, inputs: MemoryInputs) -> PlannedRun:

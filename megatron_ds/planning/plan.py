@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,10 @@ from megatron_ds.model.declaration.architecture import (
     param_group_problems,
 )
 from megatron_ds.model.declaration.forward_pass import FP32
+from megatron_ds.model.declaration.fp8 import fp8_matrices, fp8_problems
 from megatron_ds.model.declaration.parts import AttentionSpec
 from megatron_ds.parallel.context.layout import CHUNKS, chunks_of
+from megatron_ds.parallel.weights import Weight
 from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, run_memory
@@ -38,6 +40,9 @@ from megatron_ds.planning.memory_inputs import (
 
 BACKWARD = 2 / 3
 """Fraction of a step's matmuls in the backward pass, during which gradients are averaged."""
+CAST_BYTES = 10
+"""Bytes that are read and written to cast a number to fp8: for its range, twice for its codes, and
+for a transposed copy."""
 DAY = 86400.0
 REPLICATED = ("replicas", "expert_dp", "sequence", "heads")
 """Groups whose neighbouring ranks differ by a tensor-parallel group."""
@@ -183,10 +188,12 @@ def make_plan(
         inputs: What `memory_inputs` returns for them. None: it is computed.
 
     Raises:
-        UserError: If the padded vocabulary does not fit, or a pattern of names matches no weight.
+        UserError: If the padded vocabulary does not fit, a pattern of names matches no weight, or
+            no layer is large enough for fp8.
     """
     raise_if_any(config.model.padding_problems(config.parallel.tensor_model_parallel_size))
     raise_if_any(param_group_problems(config))
+    raise_if_any(fp8_problems(config))
     dp_size = config.parallel.data_parallel_size(world_size)
     axes = config.axis_sizes
     sizes = {name: axes.get(f"{name}_size", dp_size // axes["ep_size"]) for name in RANK_ORDER}
@@ -279,11 +286,15 @@ def _compute_seconds(
     added: float = passes * 6 * length * expert_macs(spec.blocks) * (1 / hardware.grouped - 1)
     added += score_flops * (1 / hardware.attention - 1)
     added *= 0.0 if hardware.efficiency else 1 / model.num_layers
+    matrices = [] if config.precision.name == "fp32" else fp8_matrices(config, spec.blocks)
+    saved_macs = sum(math.prod(w.shape) for w in matrices) * (1 - hardware.fp8_operations)
+    added -= passes * 6 * length * saved_macs / model.num_layers
     peak = hardware.tflops(config.precision.name) * 1e12
     share = hardware.efficiency or hardware.share
     per_flop = config.schedule.micro_batch_size / (
         peak * sizes["tp"] * config.parallel.sequence_ranks
     )
+    casts = _cast_seconds(run, matrices, hardware) / model.num_layers
     per_byte = (0.0 if hardware.efficiency else hardware.passes) / hardware.memory_rate
     slowest: tuple[float, float, int] = (0.0, 0.0, 0)
     for stages in config.parallel.stages_of_ranks:
@@ -293,12 +304,33 @@ def _compute_seconds(
         at_peak = per_flop * (held * layer_flops + ends)
         moved = held * passes * memory.saved_by_layer + has_end * memory.logits
         seconds = (at_peak + per_flop * held * added) / share + per_byte * moved
+        seconds += held * casts
         slowest = max(slowest, (max(seconds, held * passes * hardware.kernels), at_peak, held))
     seconds, at_peak, held = slowest
     count = run.micro_batches
     score_rate = share * (1.0 if hardware.efficiency else hardware.attention)
     scores = per_flop / score_rate * score_flops * held / model.num_layers
     return count * seconds, count * scores, count * at_peak
+
+
+def _cast_seconds(run: PlannedRun, matrices: Sequence[Weight], hardware: Hardware) -> float:
+    """Seconds of the casts to fp8 of a micro-batch, if the rank had all layers.
+
+    Each input and output feature of a token is cast. Weights are cast once in a step, at ZeRO stage
+    3 for each micro-batch.
+    """
+    if not hardware.tflops_8:
+        return 0.0
+    tp_size = run.config.parallel.tensor_model_parallel_size
+    features = 0.0
+    elements = 0.0
+    for weight in matrices:
+        rows, columns = weight.shape[-2:]
+        is_by_row = weight.shard is None or weight.shard.dim == weight.is_stacked
+        features += rows / tp_size + columns if is_by_row else rows + columns / tp_size
+        elements += rows * columns / tp_size
+    times = 1 if run.inputs.zero_stage == 3 else 1 / run.micro_batches
+    return CAST_BYTES * (run.tokens * features + times * elements) / hardware.memory_rate
 
 
 def _busiest(run: PlannedRun) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from megatron_ds.config.options.schedule import SUFFIXES
 from megatron_ds.config.parallel_axes import AXES, RANK_ORDER
 from megatron_ds.config.problems import counted, sized
 from megatron_ds.launch.output import columns
+from megatron_ds.model.declaration.architecture import is_matrix
+from megatron_ds.model.declaration.fp8 import fp8_matrices
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
 from megatron_ds.planning.plan import Plan, make_plan
 from megatron_ds.planning.settings import planned_tokens
@@ -272,13 +275,27 @@ def _sizes(plan: Plan) -> str:
     )
 
 
+def _fp8(plan: Plan) -> str:
+    """What is multiplied in fp8, and how its time is planned."""
+    config = plan.config
+    spec = plan.run.spec
+    matrices = fp8_matrices(config, spec.blocks)
+    weights = [weight for weight in spec.weights(spec.blocks).values() if is_matrix(weight)]
+    total = sum(math.prod(weight.shape) for weight in weights)
+    share = sum(math.prod(weight.shape) for weight in matrices) / total
+    rate = plan.hardware.tflops_8
+    if not rate or config.precision.name == "fp32":
+        return f"{share:.0%} of the layers' matrices; planned at the rate of other products"
+    return f"{share:.0%} of the layers' matrices at {rate:,.0f} TFLOP/s; not measured on a device"
+
+
 def _run(plan: Plan, assumed: Sequence[str]) -> Iterator[tuple[str, ...]]:
     yield "model", _model(plan)
     if assumed:
         yield "assumed", " ".join(assumed)
     yield "layout", _sizes(plan)
     if plan.config.precision.fp8_format is not None:
-        yield "fp8", "memory and time are planned as without it"
+        yield "fp8", _fp8(plan)
     yield (
         "batch",
         f"{plan.samples:,} samples, {plan.tokens:,} tokens: "

@@ -319,7 +319,7 @@ def test_the_tool_prints_a_page_json_and_a_picture(
     assert "<svg" in picture.read_text("utf-8")
 
     assert "fp8" not in page
-    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-min-features 1"
     assert tool.main(shlex.split(f"{line} {fp8}")) == 0
     assert "fp8" in capsys.readouterr().out
 
