@@ -276,6 +276,26 @@ def _head(options: argparse.Namespace) -> Iterator[Row]:
     return sweep.head(_device(), tokens=tokens, hidden=size.hidden, vocab=vocab)
 
 
+def _fp8(options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.accelerator import fp8
+
+    tiny = options.size == TINY
+    names = options.cases or ("layers", "steps")
+    if "layers" in names:
+        hidden = (64,) if tiny else (1024, 2048, 4096, 8192)
+        yield from fp8.layers(_device(), tokens=128 if tiny else 16384, hidden=hidden)
+    if "steps" in names:
+        sizes = (TINY,) if tiny else ("1.3b", "llama-8b")
+        for row in fp8.steps(sizes, _measurement(options), fewest=1 if tiny else 1024):
+            yield {**row, "passed": "seconds" in row}
+
+
+def _fp8_lines(row: Row) -> Iterator[str]:
+    from benchmarks.accelerator import fp8
+
+    return fp8.lines(row)
+
+
 def _engine(options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.accelerator import sweep
 
@@ -387,6 +407,7 @@ COMMANDS = {
     "train": Command(_train, _train_lines, f"throughput; cases: {', '.join(train.CONTENDERS)}"),
     "attention": Command(_attention, _sweep_lines, "kernels of attention by length"),
     "context": Command(_context, _context_lines, "context parallelism: what hides its messages"),
+    "fp8": Command(_fp8, _fp8_lines, "linear layers in fp8, and steps; cases: layers, steps"),
     "head": Command(_head, _sweep_lines, "output layer and loss by the size of chunks"),
     "engine": Command(_engine, _sweep_lines, "keys of the DeepSpeed file"),
     "optimizers": Command(_optimizers, _sweep_lines, "implementations of AdamW"),

@@ -82,7 +82,7 @@ def attention(
                 out = attend(*qkv)
                 torch.autograd.grad(out, qkv, torch.ones_like(out))
 
-            yield {"name": name, "length": length, **_timed(work, device)}
+            yield {"name": name, "length": length, **timed(work, device)}
 
 
 def head(device: torch.device, *, tokens: int, hidden: int, vocab: int) -> Iterator[Row]:
@@ -106,12 +106,12 @@ def head(device: torch.device, *, tokens: int, hidden: int, vocab: int) -> Itera
                 )
                 torch.autograd.grad(loss, (x, weight))
 
-            yield {"name": name, "chunk_mib": mebibytes, **_timed(work, device, 5)}
+            yield {"name": name, "chunk_mib": mebibytes, **timed(work, device, 5)}
 
     whole = torch.compile(lambda x, weight: F.cross_entropy((x @ weight.t()).float(), labels))
     yield {
         "name": "torch.compile of all logits",
-        **_timed(lambda: torch.autograd.grad(whole(x, weight), (x, weight)), device, 5),
+        **timed(lambda: torch.autograd.grad(whole(x, weight), (x, weight)), device, 5),
     }
 
 
@@ -177,7 +177,7 @@ def optimizers(device: torch.device, parameters: int) -> Iterator[Row]:
         except Exception as error:  # not installed, or not for this device
             yield {"name": name, "failure": str(error).partition("\n")[0][:200]}
         else:
-            yield {"name": name, **_timed(step, device)}
+            yield {"name": name, **timed(step, device)}
 
 
 def _optimizers() -> Iterator[tuple[str, Callable[[list[Tensor]], Any]]]:
@@ -241,7 +241,7 @@ def checkpoints(size: GptSize) -> Iterator[Row]:
             yield row
 
 
-def _timed(work: Callable[[], object], device: torch.device, count: int = 10) -> Row:
+def timed(work: Callable[[], object], device: torch.device, count: int = 10) -> Row:
     """The work's time, or why it failed: a kernel may not be installed, or not for the device."""
     try:
         return {"seconds": median_seconds(work, device, count)}

@@ -85,6 +85,20 @@ def test_messages_of_context_parallel_ranks_are_measured(tmp_path: Path) -> None
         assert 0 <= row["hidden"] <= 1
 
 
+def test_layers_and_steps_in_fp8_are_compared_with_bf16(tmp_path: Path) -> None:
+    rows = measure(tmp_path, "fp8")
+    layers = [row for row in rows if "inputs" in row]
+    shapes = {(row["inputs"], row["outputs"]) for row in layers}
+    assert shapes == {(64, 192), (64, 64), (64, 256), (256, 64)}
+    recipes = ["tensorwise", "rowwise", "blockwise"]
+    assert [row["name"] for row in layers] == ["bf16", *recipes] * 4
+    assert all(("ratio" in row) == (row["name"] != "bf16") for row in layers)
+    steps = [row for row in rows if "size" in row]
+    assert [row["name"] for row in steps] == ["bf16", *recipes, "bf16 again"]
+    assert steps[0]["ratio"] == 1 < len({row["tokens_per_second"] for row in steps})
+    assert all(row["seconds"] > 0 for row in rows)
+
+
 def test_generation_is_measured_for_every_batch_size(tmp_path: Path) -> None:
     rows = measure(tmp_path, "generate")
     assert [row["batch"] for row in rows] == 4 * [1] + 4 * [2]
