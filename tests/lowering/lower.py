@@ -57,6 +57,7 @@ from megatron_ds.model.kernels.elementwise import activate, add_dropout
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.position_embedding import AttentionContext, Rotation, rope_table, rotate
 from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, round_both
 from megatron_ds.parallel.fused_linear_cross_entropy import chunk_rows, fusible_softmax_, multiply
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -82,6 +83,7 @@ H100 = SimpleNamespace(
 )
 S = 1024
 """Tokens of a sample."""
+FP8_RECIPES = (("tensorwise", False, None), ("rowwise", True, None), ("blockwise", False, 128))
 B = 8
 """Samples of a micro-batch."""
 GPT2 = ModelConfig(
@@ -393,6 +395,17 @@ def lower_all(lowering: Lowering, blocks: dict[str, Block], sharded: dict[str, B
             )
 
 
+def lower_rounding(lowering: Lowering) -> None:
+    """Lower what a linear layer in fp8 computes besides its products, in each direction."""
+    for name, by_row, block in FP8_RECIPES:
+        for kind, dtype in (("activations", E4M3), ("gradients", E5M2)):
+            numbers = empty(S * B, LLAMA.hidden_size, grad=False)
+            function = functools.partial(round_both, dtype=dtype, by_row=by_row, block=block)
+            # Folding computes the constant on the device.
+            with inductor.patch(joint_graph_constant_folding=False):
+                lowering.run(f"fp8 {name}: {kind}", function, numbers)
+
+
 def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     configs = {"124M": GPT2, "Llama-like 1B": LLAMA}
@@ -406,6 +419,7 @@ def main() -> None:
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(V.set_fake_mode(mode))
         lowering = Lowering(mode, folder)
+        lower_rounding(lowering)
         lower_all(lowering, blocks, sharded)
     print(json.dumps(lowering.results, indent=1))
 
