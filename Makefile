@@ -37,13 +37,17 @@ PARALLEL := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 PROCESSES := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 CODE := megatron_ds tools tasks tests benchmarks examples pretrain_gpt.py setup.py
 
+# Pages that programs write: their words do not count, nor those between `begin:` and `end`.
+WRITTEN_PAGES := docs/reference/|/verified.md|/proofs.md|_versions.md|/engines.md
+COMMIT ?= HEAD
+
 # The tests start hundreds of processes; without bytecode caches each would compile its modules.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test proofs test-libaio test-deepspeed test-versions test-gpu test-interop \
-  test-commands cluster-packages test-cluster mutants lint unit install hashes ops clean
+  test-commands cluster-packages test-cluster mutants lint unit install hashes ops words clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -178,6 +182,12 @@ $(S3)/.installed: tests/s3/requirements.txt $(VENV)/.installed
 	rm -rf $(S3)
 	$(PIP) --quiet --no-deps --target $(S3) -r tests/s3/requirements.txt
 	@touch $@
+
+words: ## count the words of README.md and docs/ that are written by hand, of COMMIT=HEAD
+	@for page in $$(git ls-tree -r --name-only $(COMMIT) README.md docs | grep '\.md$$' | \
+	  grep -vE '$(WRITTEN_PAGES)'); do \
+	  git show $(COMMIT):$$page | sed '/<!-- begin: /,/<!-- end/d; /<!-- what follows/,$$d'; \
+	done | wc -w
 
 clean: ## remove caches and the demo's results; keep the environment
 	rm -rf demo_run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -49,12 +49,10 @@ HEAD = """\
 For people who ask what can go wrong in silence: known errors of other packages that change the
 numbers of a training without a word, in gradients, norms, losses, schedules, data or conversions.
 
-Each page tells what happened, with its source, and what megatron_ds does instead, with the test
-that holds it. Where the package index still has the versions, a program of `tests/museum` runs the
-package itself, on CPUs with torch {torch}, and says whether it shows the error.
-`make proofs ONLY=museum` runs the programs and writes the tables: "shown" says that this version
-has the error, "no" that it computes what it should, "fails" that the program stopped, with the
-error on its page.
+Each page has the source, and what megatron_ds does instead, with the test that holds it. Where the
+package index still has the versions, `make proofs ONLY=museum` runs a program with each, on CPUs
+with torch {torch}: "shown" says that this version has the error, "no" that it computes what it
+should, "fails" that the program stopped, with the error on its page.
 
 """
 
@@ -246,15 +244,15 @@ def _index(results: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
     for package in dict.fromkeys(exhibit.package for exhibit in every):
         of_package = [exhibit for exhibit in every if exhibit.package == package]
         versions = sorted({v for e in of_package for v in e.versions}, key=_parts, reverse=True)
-        yield f"\n## {package}\n\n| error | {' | '.join((*versions, 'ours'))} |\n"
-        yield "|---" * (2 + len(versions)) + "|\n"
+        yield f"\n## {package}\n\n| {' | '.join(('error', *versions))} |\n"
+        yield "|---" * (1 + len(versions)) + "|\n"
         for exhibit in of_package:
             of_versions = results.get(exhibit.name, {})
             cells = [_cell(of_versions.get(version)) for version in versions]
             if not exhibit.versions and versions:
                 cells[0] = "not run here"
             named = f"[{exhibit.title}]({exhibit.page.name})"
-            yield f"| {' | '.join((named, *cells, exhibit.ours))} |\n"
+            yield f"| {' | '.join((named, *cells))} |\n"
 
 
 def _cell(result: Result | None) -> str:
