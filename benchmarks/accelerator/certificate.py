@@ -1,9 +1,7 @@
 """A speed certificate: what the devices of one machine compute and send, in one JSON file.
 
 Parts are measured one after the other, and the file is written after each, so that the same command
-continues where it ended. `problems` says why a file is not accepted: values that are missing or of
-another type, and figures that cannot be, such as more tokens per second than the products of the
-device allow.
+continues where it ended. `certificate_rules.py` says why a file is not accepted.
 """
 
 from __future__ import annotations
@@ -19,6 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.accelerator import train
+from benchmarks.accelerator.certificate_rules import (
+    FORMAT,
+    LOSSES,
+    MEASURED,
+    TINY_SIZES,
+    VOCABULARY,
+    all_passed,
+    hardware_of,
+    layouts,
+    problems,
+)
 from benchmarks.accelerator.models import SIZES, GptSize
 from benchmarks.accelerator.processes import (
     REPOSITORY,
@@ -37,16 +46,6 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 FOLDER = REPOSITORY / "benchmarks" / "certificates"
-FORMAT = 1
-MEASURED = ("124m", "345m", "1.3b", "llama-0.5b")
-"""Sizes whose speed is measured."""
-TINY_SIZES = ("tiny", "tiny-llama")
-DEVICES = {"H200": "h200", "H100": "h100", "A100": "a100", "MI300X": "mi300x"}
-"""Part of a device's name -> --hardware."""
-TOLERANCE = 1e-5
-"""Largest relative difference of a loss in fp32 between layouts; the same layout has equal bits."""
-SLACK = 1.02
-"""Measured rates may exceed the ones that bound them by this factor."""
 TINY_RUN: dict[str, object] = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -56,47 +55,15 @@ TINY_RUN: dict[str, object] = {
     "global_batch_size": 8,
     "attention_dropout": 0,
     "hidden_dropout": 0,
-    "train_iters": 4,
+    "train_iters": LOSSES,
     "lr": 1e-3,
     "mock_data": True,
     "tokenizer_type": "NullTokenizer",
-    "vocab_size": 255,
+    "vocab_size": VOCABULARY - 1,  # the end-of-document token is not counted
     "log_interval": 1,
     "eval_iters": 0,
     "no_compile": True,
 }
-SCHEMA: dict[str, type | tuple[type, ...]] = {
-    "format": int,
-    "date": str,
-    "commit": str,
-    "device": str,
-    "ranks": int,
-    "versions": dict,
-    "rates.bf16_tflops": float,
-    "rates.copy_tb_s": float,
-    "links": dict,
-    "collectives": list,
-    "layouts": list,
-    "speeds": list,
-}
-"""Keys of a file, joined by points, and the types of their values."""
-SPEED_KEYS = ("size", "micro_batch", "seconds", "tokens_per_second", "planned", "planned_after")
-
-
-def layouts(ranks: int) -> dict[str, dict[str, object]]:
-    """Flags of the runs whose losses are compared, by name. The first one is repeated."""
-    cases: dict[str, dict[str, object]] = {"data parallel": {"zero_stage": 1}}
-    cases["the same again"] = {"zero_stage": 1}
-    if ranks > 1:
-        cases["ZeRO 2"] = {"zero_stage": 2}
-        cases["ZeRO 3"] = {"zero_stage": 3}
-    if ranks % 2 == 0:
-        for name in ("tensor", "pipeline"):
-            cases[f"{name} parallel"] = {f"{name}_model_parallel_size": 2}
-        cases["sequence parallel"] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-        cases["Ulysses"] = {"ds_sequence_parallel_size": 2}
-        cases["context parallel"] = {"context_parallel_size": 2}
-    return cases
 
 
 def measure(path: Path, ranks: int, measured: Mapping[str, Any], *, tiny: bool) -> Iterator[Row]:
@@ -121,12 +88,12 @@ def measure(path: Path, ranks: int, measured: Mapping[str, Any], *, tiny: bool) 
     if any(values.get(key) != head[key] for key in same):
         values = {**head, "rates": dict(measured["rates"]), "speeds": [], "layouts": []}
         _write(path, values)
-    if not ("collectives" in values and _all_passed(values)) and budget.left:
+    if not ("collectives" in values and all_passed(values)) and budget.left:
         values |= _collectives(ranks, tiny)
         _write(path, values)
         yield {
             "name": "collectives",
-            "passed": _all_passed(values),
+            "passed": all_passed(values),
             "count": len(values["collectives"]),
         }
     for name, more in layouts(ranks).items():
@@ -155,87 +122,6 @@ def lines(row: Row) -> Iterator[str]:
         text += f"  {row['tokens_per_second']:,.0f} tokens/s, {planned}, "
         text += f"{row['planned_after']:,.0f} with the measured rates"
     yield text
-
-
-def problems(values: Mapping[str, Any]) -> list[str]:
-    """Why a file is not accepted; empty if it is."""
-    found = [text for key, kinds in SCHEMA.items() if (text := _type_problem(values, key, kinds))]
-    if found:
-        return found
-    device = hardware_of(values["device"])
-    product = values["rates"]["bf16_tflops"]
-    if device is not None:
-        limits = {
-            "rates.bf16_tflops": (product, device.tflops_16),
-            "rates.copy_tb_s": (values["rates"]["copy_tb_s"], device.memory_rate / 1e12),
-            "links.gb_s": (values["links"].get("gb_s", 0.0), device.inside / 1e9),
-        }
-        for key, (rate, limit) in limits.items():
-            if rate > SLACK * limit:
-                found.append(f"{key}: {rate:.4g} is more than the {limit:.4g} of a {device.name}")
-    if not _all_passed(values):
-        found.append("collectives: not all passed, or there are none")
-    found += _loss_problems(values["layouts"])
-    for row in values["speeds"]:
-        found += _speed_problems(row, values["ranks"], product)
-    return found
-
-
-def _type_problem(values: Mapping[str, Any], key: str, kinds: type | tuple[type, ...]) -> str:
-    value: Any = values
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        return f"{key}: {value!r} is not of type {kinds}"
-    if isinstance(value, float) and not (math.isfinite(value) and value > 0):
-        return f"{key}: {value!r} is no positive number"
-    return ""
-
-
-def _all_passed(values: Mapping[str, Any]) -> bool:
-    rows = values["collectives"]
-    return all(row["passed"] for row in rows) and (bool(rows) or values["ranks"] == 1)
-
-
-def _loss_problems(rows: list[Row]) -> Iterator[str]:
-    by_name = {row["name"]: row["losses"] for row in rows}
-    first = by_name.get("data parallel")
-    if not first:
-        yield "layouts: there are no losses"
-        return
-    for name, losses in by_name.items():
-        tolerance = 0.0 if name == "the same again" else TOLERANCE
-        pairs = list(zip(losses, first, strict=False))
-        if len(losses) != len(first):
-            yield f"layouts, {name}: {len(losses)} losses instead of {len(first)}"
-        elif not all(abs(a - b) <= tolerance * abs(b) for a, b in pairs):
-            yield f"layouts, {name}: the losses {losses} differ from {first}"
-
-
-def _speed_problems(row: Row, ranks: int, product: float) -> Iterator[str]:
-    """Problems of a speed; a causal kernel computes half of the scores."""
-    title = f"speeds, {row.get('size')}"
-    if missing := [key for key in SPEED_KEYS if key not in row]:
-        yield f"{title}: {', '.join(missing)} missing"
-        return
-    if row["size"] not in SIZES:
-        yield f"{title}: no such size"
-        return
-    size = SIZES[row["size"]]
-    tokens = row["micro_batch"] * size.sequence * ranks
-    if not math.isclose(tokens / row["seconds"], row["tokens_per_second"], rel_tol=0.01):
-        yield f"{title}: {tokens} tokens in {row['seconds']} s are not {row['tokens_per_second']}/s"
-    floor = size.flops_per_token(is_causal=True) * tokens / (ranks * product * 1e12)
-    if row["seconds"] * SLACK < floor:
-        yield f"{title}: {row['seconds']:.4g} s, but its products alone take {floor:.4g} s"
-
-
-def hardware_of(name: str) -> Hardware | None:
-    """The devices that a plan knows by a device's name; None if it knows none."""
-    from megatron_ds.planning.hardware import HARDWARE
-
-    kind = next((kind for part, kind in DEVICES.items() if part in name.upper()), None)
-    return None if kind is None else HARDWARE[kind]
 
 
 def planned(size: GptSize, ranks: int, micro_batch: int, device: Hardware) -> Plan:

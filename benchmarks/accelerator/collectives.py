@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,12 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _check_groups(device: Any) -> list[dict[str, Any]]:
-    """One row for each distinct set of groups and each operation, with what every rank found."""
-    import torch
-    import torch.distributed as dist
-
+def groups_of(world: int) -> Iterator[tuple[dict[str, int], str, tuple[tuple[int, ...], ...]]]:
+    """Sizes of a layout, an axis of it and its groups, for each distinct set of groups."""
     from megatron_ds.parallel.mesh import axis_groups
 
-    world = dist.get_world_size()
     layouts: list[dict[str, int]] = [{}, *({name: 2} for name in LAYOUTS)]
     layouts += [{"tp_size": 2, "pp_size": 2}, {"tp_size": 2, "cp_size": 2}, {"tp_size": world}]
-    rows = []
     seen = set()
     for layout in layouts:
         sizes = {"tp_size": 1, **layout}
@@ -64,21 +59,30 @@ def _check_groups(device: Any) -> list[dict[str, Any]]:
             continue
         for axis, groups in axis_groups(world, **sizes).items():
             key = tuple(tuple(ranks) for ranks in groups)
-            if key in seen or max(map(len, key)) == 1:
-                continue
-            seen.add(key)
-            own = None
-            for ranks in key:  # all ranks create all groups
-                group = dist.new_group(list(ranks))
-                if dist.get_rank() in ranks:
-                    own = group, list(ranks)
-            for name, operation in OPERATIONS.items():
-                is_right = own is None or operation(device, *own)
-                wrong = torch.tensor([0.0 if is_right else 1.0], device=device)
-                dist.all_reduce(wrong)
-                passed = wrong.item() == 0
-                row = {"layout": sizes, "axis": axis, "operation": name, "ranks": len(key[0])}
-                rows.append({**row, "passed": passed})
+            if key not in seen and max(map(len, key)) > 1:
+                seen.add(key)
+                yield sizes, axis, key
+
+
+def _check_groups(device: Any) -> list[dict[str, Any]]:
+    """One row for each distinct set of groups and each operation, with what every rank found."""
+    import torch
+    import torch.distributed as dist
+
+    rows = []
+    for sizes, axis, groups in groups_of(dist.get_world_size()):
+        own = None
+        for ranks in groups:  # all ranks create all groups
+            group = dist.new_group(list(ranks))
+            if dist.get_rank() in ranks:
+                own = group, list(ranks)
+        for name, operation in OPERATIONS.items():
+            is_right = own is None or operation(device, *own)
+            wrong = torch.tensor([0.0 if is_right else 1.0], device=device)
+            dist.all_reduce(wrong)
+            passed = wrong.item() == 0
+            row = {"layout": sizes, "axis": axis, "operation": name, "ranks": len(groups[0])}
+            rows.append({**row, "passed": passed})
     return rows
 
 
