@@ -11,12 +11,13 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, refused_values
 from megatron_ds.config.fields import ABOVE_ONE, choice_problem
 from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.dataclass import dataclass
 
 NEGATIONS = ("no-", "disable-")
 OFF = (["0"], ["false"], ["no"], ["off"])
@@ -71,8 +72,8 @@ def scan(argv: Sequence[str], table: FlagTable, *, keep_unknown: bool = False) -
         keep_unknown: Collect the arguments of unknown flags instead of reporting them.
     """
     scanner = Scanner(table, keep_unknown=keep_unknown)
-    for flag, arguments in _options(argv):
-        scanner.read(flag, arguments)
+    for flag, arguments, written in _options(argv):
+        scanner.read(flag, arguments, written)
     scanner.finish()
     scanner.apply_dialects()
     return scanner.line
@@ -99,15 +100,22 @@ class Scanner:
         self._misspelt: list[str] = []
         self._readable: list[GivenFlag] = []
 
-    def read(self, option: str, arguments: list[str]) -> None:
-        """Reads a flag as it is written, or the arguments before the first one, with "" for it."""
+    def read(self, option: str, arguments: list[str], written: str = "") -> None:
+        """Reads a flag as it is written, or the arguments before the first one, with "" for it.
+
+        Args:
+            option: The flag.
+            arguments: Its values.
+            written: Its word, which may have the first value, `--name=value`.
+        """
         flag = self._table.find(option) if option.startswith("--") else None
         if flag is not None:
             self._read_flag(flag, option, arguments)
         elif not option:
             self._extra += [(argument, None, "") for argument in arguments]
         elif self._keep_unknown:
-            self.line.unknown += [option, *arguments]
+            is_joined = written.startswith(f"{option}=")
+            self.line.unknown += [written, *arguments[1:]] if is_joined else [option, *arguments]
         else:
             self._report_unknown(option, arguments)
 
@@ -231,12 +239,13 @@ def _closest(name: str, table: FlagTable) -> str:
     return "".join(difflib.get_close_matches(name, names, n=1, cutoff=0.75))
 
 
-def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str], str]]:
     """Split a line into flags, each with the arguments up to the next one; `--a=b` is `--a b`.
 
-    Arguments before the first flag come with the flag "".
+    Arguments before the first flag come with the flag "". The third item is the flag's word.
     """
     option = ""
+    written = ""
     arguments = list[str]()
     for word in argv:
         # A dash before a digit is a sign, and text such as "- a b" is a value.
@@ -244,11 +253,12 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             arguments.append(word)
             continue
         if option or arguments:
-            yield option, arguments
+            yield option, arguments, written
         option, equals, value = word.partition("=")
+        written = word
         arguments = [value] if equals else []
     if option or arguments:
-        yield option, arguments
+        yield option, arguments, written
 
 
 def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:

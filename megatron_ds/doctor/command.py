@@ -35,10 +35,11 @@ DOCUMENTS = 64
 class Options:
     """Shows how a training script, command or configuration file of another program starts here.
 
-    Reads a shell script or Slurm file, a command line, a YAML file of Primus, nanotron or gpt-neox,
-    a TOML file of torchtitan, or the settings or flags of Hugging Face's Trainer. The standard
-    output is our command; what was not read, what has another meaning and what has no counterpart
-    goes to the standard error. The exit status is 1 if anything has no counterpart.
+    Reads a shell script or Slurm file, a command line, a YAML file of Primus, nanotron, gpt-neox or
+    Megatron-LM's --yaml-cfg, a TOML file of torchtitan, or the settings or flags of Hugging Face's
+    Trainer. The standard output is our command; what was not read, what has another meaning and
+    what has no counterpart goes to the standard error. The exit status is 1 if anything has no
+    counterpart.
 
         python tools/doctor.py train.sh [ARGUMENTS OF THE SCRIPT]
 

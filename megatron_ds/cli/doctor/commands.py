@@ -18,6 +18,7 @@ from megatron_ds.cli.doctor.frameworks import (
     tables,
     translate,
     translate_values,
+    translate_yaml_cfg,
 )
 from megatron_ds.cli.doctor.sandbox import execute
 from megatron_ds.cli.doctor.shell import slurm
@@ -30,6 +31,8 @@ from megatron_ds.config.problems import user_error
 
 TITAN = "torchtitan.train"
 """Module that torchtitan's commands start, whose settings are Python since 2026."""
+YAML_CFG = "yaml-cfg"
+"""Flag of Megatron-LM that names a file with all arguments."""
 TRAINING = re.compile(r"(pre_?train|train|finetune|run_clm|sft)\w*\.py")
 
 
@@ -129,6 +132,8 @@ def commands_of(reading: Reading, header: list[str], ranks: int | None) -> list[
                     command.flags.append(word)
             if is_of_trainer(command.flags):
                 command = _of_trainer(command, words[first + 1 :])
+            elif YAML_CFG in map(dashed, command.flags[:-1]):
+                command = _of_yaml_cfg(command)
             commands.append(command)
     return commands
 
@@ -138,6 +143,27 @@ def _of_trainer(command: TrainingCommand, arguments: Sequence[str]) -> TrainingC
     values = trainer_values(arguments)
     result = translate_values("huggingface", values, command.place, command.world_size)
     return replace(result, launcher=command.launcher, reading=command.reading)
+
+
+def _of_yaml_cfg(command: TrainingCommand) -> TrainingCommand:
+    """The command of a file with all arguments; Megatron-LM ignores the others."""
+    at = [dashed(word) for word in command.flags].index(YAML_CFG)
+    path = command.flags[at + 1]
+    others = [*command.flags[:at], *command.flags[at + 2 :]]
+    text = command.reading.content(path, command.place.rpartition(":")[0])
+    if text is None:
+        reason = f"--{YAML_CFG} {unmarked(path)}: the file with all arguments is not there; "
+        reason += "start the doctor where the path is right"
+        return replace(command, lacking=[*command.lacking, reason], flags=others)
+    result = translate_yaml_cfg(text, path, command.place, command.world_size)
+    ignored = f"Megatron-LM ignores all arguments but --{YAML_CFG}: {shlex.join(others)}"
+    return replace(
+        result,
+        launcher=command.launcher,
+        reading=command.reading,
+        differences=[*result.differences, *[unmarked(ignored)] * bool(others)],
+        lacking=[*command.lacking, *result.lacking],
+    )
 
 
 def shown(word: str) -> str:

@@ -1,9 +1,9 @@
 """Translates configuration files of other trainers into flags, with the tables of trainers/.
 
-Files: TOML of torchtitan, YAML of Primus, nanotron, gpt-neox and Megatron-LM's tests, JSON of
-Hugging Face's Trainer. Every key of a file is translated, or named: as what changes neither the
-model nor what is learned, as a difference, or as what has no counterpart, to which unknown keys
-belong. Knows no torch.
+Files: TOML of torchtitan, YAML of Primus, nanotron, gpt-neox, Megatron-LM's --yaml-cfg and its
+tests, JSON of Hugging Face's Trainer. Every key of a file is translated, or named: as what changes
+neither the model nor what is learned, as a difference, or as what has no counterpart, to which
+unknown keys belong. Knows no torch.
 
 A table has these sections, by key of the file. Keys of nested blocks are joined by points.
     name           of the trainer
@@ -220,6 +220,8 @@ def _read(path: Path, further: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         return "primus", _primus(values["modules"], path)
     if isinstance(values.get("MODEL_ARGS"), dict):
         return "megatron", _by_key(values["MODEL_ARGS"])
+    if isinstance(values.get("language_model"), dict) and "model_parallel" in values:
+        return "megatron_yaml", _of_megatron_yaml(values)
     known = _by_key(values)
     for other in tables()["others"]:
         if any(_has_keys(known, keys.split()) for keys in other["keys"]):
@@ -237,6 +239,40 @@ def _read(path: Path, further: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         for trainer in listed
     )
     raise user_error("doctor-unknown-file", path=path, required=required)
+
+
+def translate_yaml_cfg(
+    text: str, path: str, origin: str, world_size: int | None
+) -> TrainingCommand:
+    """The training command of Megatron-LM's --yaml-cfg.
+
+    Args:
+        text: The content of the file.
+        path: The file.
+        origin: File and line of the command that names it.
+        world_size: Number of processes; None if it is not known.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    try:
+        values = _parse_yaml(text)
+        if not isinstance(values, dict):
+            raise ValueError("it is not a mapping")
+        check_values(values)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise user_error("doctor-file-unreadable", path=path, reason=reason) from error
+    return translate_values("megatron_yaml", _of_megatron_yaml(values), origin, world_size)
+
+
+def _of_megatron_yaml(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all sections, of which those of the model and of the parallelism count."""
+    sections = [values.get(name) for name in ("language_model", "model_parallel")]
+    merged = {key: value for key, value in values.items() if value not in sections}
+    for section in sections:
+        merged |= section if isinstance(section, dict) else {}
+    return {key: value for key, value in _by_key(merged).items() if value != ""}
 
 
 def _by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

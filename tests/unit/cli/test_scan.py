@@ -57,6 +57,16 @@ def test_a_family_of_flags_is_ignored_by_the_beginning_of_their_names() -> None:
     assert "unknown-flag" in codes(scan_of("--inferenc 8").problems)
 
 
+def test_words_of_unknown_flags_are_kept_as_they_are_written() -> None:
+    line = scan(
+        ["--lr", "1", "--pp=2", "x", "--name", "a=b", "--empty=", "-v"],
+        training_flags(),
+        keep_unknown=True,
+    )
+    assert (line.values, line.problems) == ({"lr": 1.0}, [])
+    assert line.unknown == ["--pp=2", "x", "--name", "a=b", "--empty=", "-v"]
+
+
 INVALID = TABLES["invalid"]
 
 

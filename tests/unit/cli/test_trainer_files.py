@@ -160,6 +160,23 @@ def test_flags_of_the_trainer_in_a_script_are_read_as_its_settings(tmp_path: Pat
     assert result.command_text().startswith("torchrun --nproc_per_node 4 pretrain_gpt.py")
 
 
+def test_a_file_with_all_arguments_replaces_those_of_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "cat > gpt.yaml <<EOF\nlanguage_model: {num_layers: 4, hidden_size: 64}\n"
+        "model_parallel: {bf16: True}\nmicro_batch_size: 2\nEOF\n"
+        "torchrun --nproc_per_node 4 pretrain_gpt.py --yaml-cfg gpt.yaml --num-layers 8\n"
+        "torchrun --nproc_per_node 4 pretrain_gpt.py --yaml_cfg missing.yaml --num-layers 8\n"
+    )
+    command, missing = read_source([str(script)], {}, None)
+    result = diagnose(command, doctor._complete, tmp_path)
+    assert (result.config.model.num_layers, result.config.precision.bf16) == (4, True)
+    assert (result.config.schedule.global_batch_size, result.world_size) == (8, 4)
+    assert any(entry.endswith("--num-layers 8") for entry in result.differences)
+    assert result.command_text().startswith("torchrun --nproc_per_node 4 pretrain_gpt.py")
+    assert [entry.split(":")[0] for entry in missing.lacking] == ["--yaml-cfg missing.yaml"]
+
+
 @pytest.mark.parametrize(
     "text", ["", "CONFIG=a\ntorchrun -m torchtitan.train --module llama3 --config $CONFIG\n"]
 )

@@ -10,7 +10,7 @@ from contextlib import suppress
 from megatron_ds.cli.doctor.shell.marks import OPENED, glob_of
 
 BRACES = re.compile(
-    r"(?as)\$\{(?P<prefix>[#!]?)(?P<name>\w+|[@*#])(?:\[(?P<index>[@*]|\d+)\])?"
+    r"(?as)\$\{(?P<prefix>[#!]?)(?P<name>\w+|[@*#])(?:\[(?P<index>[^\]]+)\])?"
     r"(?:(?P<operator>:?[-=+?]|##?|%%?|//?|\^\^?|,,?|:)(?P<word>.*))?\}"
 )
 DEFAULTS = ("-", "=", "+", "?")

@@ -29,6 +29,8 @@ from megatron_ds.cli.doctor.shell.variables import Variables
 from megatron_ds.cli.doctor.shell.words import Words
 
 REDIRECTION = re.compile(r"\d*[<>](?!\()|&>")
+ELEMENT = re.compile(r"\[([^\]]+)\]=")
+"""The key of an element in a list."""
 FUNCTION = re.compile(r"(?:function\s+([\w-]+)(?:\s*\(\s*\))?|([\w-]+)\s*\(\s*\))\s*")
 END = re.compile(r"(?:\s|;|\)|#[^\n]*|(?:fi|esac|done|exit \S+)\b|\})*+")
 """Matches the remainder of a script after its last command: separators, comments and closing
@@ -266,6 +268,9 @@ class Shell:
     def _assign(self, word: str, live: bool) -> None:
         """Sets a variable, or a list whose elements follow its name."""
         name, adds, written = ASSIGNMENT.split(word, maxsplit=1)[1:]
+        if "[" in name:
+            self._assign_element(name, bool(adds), written, live)
+            return
         old = self.variables.values.get(name, []) if adds else []
         if written or not self.tokens.text.startswith("(", self.tokens.position):
             value = ["".join(old[:1]) + self.words.text(written), *old[1:]] if live else []
@@ -274,9 +279,31 @@ class Shell:
             self.take()
             value = list(old)
             while (word := self.take()) not in (")", ""):
-                value += self.words.fields(word) if live else []
+                key = ELEMENT.match(word)
+                if key is not None and live:
+                    text = self.words.text(word[key.end() :])
+                    self.variables.set_element(name, self.words.text(key[1]), text)
+                    value = self.variables.values[name]
+                elif live:
+                    value += self.words.fields(word)
         if live:
             self.variables.values[name] = value
+
+    def _assign_element(self, written_name: str, adds: bool, written: str, live: bool) -> None:
+        """Sets an element, `NAME[key]=value`; that of a plain list by its position."""
+        name, key = written_name.removesuffix("]").split("[", 1)
+        if not live:
+            return
+        key = self.words.text(key)
+        text = self.words.text(written)
+        values = self.variables.values
+        if key.isdigit() and f"{name}[]" not in values and int(key) <= len(values.get(name, [])):
+            elements = [*values.get(name, []), *[""] * (int(key) == len(values.get(name, [])))]
+            elements[int(key)] = elements[int(key)] * adds + text
+            values[name] = elements
+        else:
+            before = "".join(values.get(f"{name}[{key}]", [])) if adds else ""
+            self.variables.set_element(name, key, before + text)
 
     def is_at_end(self) -> bool:
         """Whether nothing of the script is left."""

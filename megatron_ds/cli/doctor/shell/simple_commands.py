@@ -13,7 +13,7 @@ from megatron_ds.cli.doctor.shell.launches import Launches, Result
 from megatron_ds.cli.doctor.shell.marks import LOST, unmarked
 from megatron_ds.cli.doctor.shell.tokens import WORDS
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[[^\]=]+\])?)(\+?)=", re.ASCII)
 
 
 class End(Exception):

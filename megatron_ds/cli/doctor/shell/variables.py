@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 class Variables:
     """Values by name; each is a list, of which a plain variable has one element.
 
+    An element with a key has the name `NAME[key]`, and `NAME[]` is the list of the keys.
+
     Args:
         environment: Values of variables of the environment.
         arguments: Name and arguments of the script.
@@ -34,6 +36,14 @@ class Variables:
         if name.isdigit():
             return [*self.arguments[int(name) : int(name) + 1]] if len(name) < 6 else []
         return self.values.get(name)
+
+    def set_element(self, name: str, key: str, value: str) -> None:
+        """Sets an element of a list with keys."""
+        keys = self.values.setdefault(f"{name}[]", [])
+        if key not in keys:
+            self.values[f"{name}[]"] = [*keys, key]
+        self.values[f"{name}[{key}]"] = [value]
+        self.values[name] = ["".join(self.values[f"{name}[{k}]"]) for k in self.values[f"{name}[]"]]
 
     def state(self) -> tuple[object, ...]:
         """Snapshot of all state that determines what the same commands do when they run again."""

@@ -105,6 +105,13 @@ class Words:
         if match is None:
             return written if written == "$" else self._script.unread(written)
         prefix, name, index, operator, word = match.groups()
+        if index is not None and index not in ("@", "*"):
+            index = self.text(index)
+            if not index.isdigit() or self._script.variables.get(f"{name}[]") is not None:
+                name = f"{name}[{index}]"
+                index = None
+                if operator is None and self._script.variables.get(name) is None:
+                    return self._script.unread(written)
         values = self._script.variables.get(name)
         if prefix:
             value = self._of_prefix(prefix, name, index, operator, values)
@@ -118,6 +125,9 @@ class Words:
         self, prefix: str, name: str, index: str, operator: str, values: list[str] | None
     ) -> str | None:
         """The value of `${#NAME}` or `${!NAME}`, None if it is not known."""
+        if prefix == "!" and operator is None and index in ("@", "*") and values is not None:
+            keys = self._script.variables.get(f"{name}[]")
+            return FIELD.join(map(str, range(len(values))) if keys is None else keys)
         if operator is not None or values is None:
             return "0" if values is None and prefix == "#" and operator is None else None
         if prefix == "#":
