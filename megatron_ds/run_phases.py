@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.phases import phase_names
 from megatron_ds.config.problems import counted
+from megatron_ds.dataclass import dataclass
 from megatron_ds.schedules import INITIAL_STATE, ConstantSegment, RunTotals
 from megatron_ds.train_state import StepPlan, TrainState
 

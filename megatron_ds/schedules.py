@@ -19,11 +19,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import option
+from megatron_ds.dataclass import dataclass
 from megatron_ds.spike_limits import spike_limits
 from megatron_ds.train_state import StepPlan, TrainState
 

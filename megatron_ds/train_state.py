@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsFloat
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.dataclass import dataclass
 
 STEP = "step"
 """Name of the time of an entire step."""

@@ -22,14 +22,11 @@ from megatron_ds.cli.command import (
     render,
 )
 from megatron_ds.cli.config_file import ConfigFiles
-from megatron_ds.cli.flags import PROGRAM, training_flags
-from megatron_ds.cli.help import training_help
+from megatron_ds.cli.flags import PROGRAM, FlagTable, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, TokenizerConfig, yaml_file
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch.exit_codes import SettingsRejected
-from megatron_ds.launch.software import version_text
-from megatron_ds.launch.watch.liveness import find_launchers
 
 VERSION = "--version"
 FIRST_RANK_TIMEOUT_S = 10.0
@@ -162,8 +159,7 @@ def parse(
     requested = next((word for word in argv if word in (*HELP, VERSION)), None)
     if requested is not None:
         if rank == 0:
-            described = training_help(table, every_flag=HELP_ALL in argv)
-            print(version_text() if requested == VERSION else described)
+            _print_about(table, requested, every_flag=HELP_ALL in argv)
         raise SystemExit(0)
 
     replaced: list[Problem] = []
@@ -195,11 +191,22 @@ def parse(
     return config
 
 
+def _print_about(table: FlagTable, requested: str, *, every_flag: bool) -> None:
+    """Prints the versions or the help."""
+    # Imported by the few commands that need them: the others start faster.
+    from megatron_ds.cli.help import training_help
+    from megatron_ds.launch.software import version_text
+
+    print(version_text() if requested == VERSION else training_help(table, every_flag=every_flag))
+
+
 def _first_rank_is_silent() -> bool:
     """Whether the first rank did not report the problems that another one has found.
 
     A launcher terminates all ranks when one of them exits: the one that reports must exit first.
     """
+    from megatron_ds.launch.watch.liveness import find_launchers
+
     if not find_launchers():
         return False
     try:

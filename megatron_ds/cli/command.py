@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from megatron_ds.cli.flags import FlagTable, flag_table
-from megatron_ds.cli.help import tool_help
 from megatron_ds.cli.scan import scan
 from megatron_ds.config.fields import field_problems, ineffective, option_fields
 from megatron_ds.config.problems import Problem, UserError, counted
@@ -79,6 +78,8 @@ def parse(
     table = table_of(options)
     if any(word in HELP for word in argv):
         if rank == 0:
+            from megatron_ds.cli.help import tool_help
+
             print(tool_help(table, options))
         raise SystemExit(0)
     line = scan(argv, table, keep_unknown=unknown is not None)

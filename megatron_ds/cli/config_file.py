@@ -16,7 +16,6 @@ from megatron_ds.cli.scan import ParsedLine, Scanner
 from megatron_ds.cli.yaml_size import check_nodes
 from megatron_ds.config import fields_in_phase
 from megatron_ds.config.fields import InPhase
-from megatron_ds.config.file_syntax import other_syntax
 from megatron_ds.config.phases import NAME, to_entry
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.yaml_file import DEFAULTS, NOT_WRITTEN
@@ -166,6 +165,8 @@ class _Reader:
 
     def _is_of_other_syntax(self) -> bool:
         """Reports a file in TOML or Python."""
+        from megatron_ds.config.file_syntax import other_syntax
+
         with open(self._path, encoding="utf-8", errors="replace") as file:
             syntax = other_syntax(self._path, file.read(MAX_CHARACTERS))
         if syntax:

@@ -12,14 +12,13 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_ds.config import Config
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.field_help import option_help
 from megatron_ds.config.fields import OptionSpec, option_fields
 from megatron_ds.config.problems import MARKER, default_flag
+from megatron_ds.dataclass import dataclass
 
 Outcome = Literal["set", "no_op", "ignored", "refused"]
 Effect = Literal["speed", "always", "records", "elsewhere", "differs"]
@@ -65,7 +64,11 @@ class Flag(OptionSpec):
     @property
     def help_text(self) -> str:
         """The help text, or the reason of `outcome`."""
-        return option_help(self.options, self.field) if self.options else self.help
+        if self.options is None:
+            return self.help
+        from megatron_ds.config.field_help import option_help
+
+        return option_help(self.options, self.field)
 
     @property
     def label(self) -> str:
@@ -211,7 +214,9 @@ def _with_aliases(groups: Iterable[FlagGroup], aliases: Mapping[str, str]) -> It
     """The groups, whose flags also have their names in other trainers."""
     for group in groups:
         flags = (
-            dataclasses.replace(flag, names=(*flag.names, *aliases.get(flag.names[0], "").split()))
+            dataclasses.replace(flag, names=(*flag.names, *aliases[flag.names[0]].split()))
+            if flag.names[0] in aliases
+            else flag
             for flag in group.flags
         )
         yield dataclasses.replace(group, flags=tuple(flags))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from megatron_ds.config.config import (
     GROUP_OF_FIELD,
     GROUPS,
+    MODEL_SIZE_FIELDS,
     Config,
     fields_in_phase,
     fields_that_decide,
@@ -38,6 +39,7 @@ from megatron_ds.config.options.tokenizer import TokenizerConfig
 __all__ = [
     "GROUPS",
     "GROUP_OF_FIELD",
+    "MODEL_SIZE_FIELDS",
     "CheckpointConfig",
     "Config",
     "DataConfig",

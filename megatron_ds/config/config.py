@@ -7,7 +7,7 @@ import functools
 import math
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +43,7 @@ from megatron_ds.config.options.tokenizer import TokenizerConfig
 from megatron_ds.config.parallel_axes import AXES
 from megatron_ds.config.phases import by_phase, phase_problems, resolved_phases
 from megatron_ds.config.problems import Problem, option, with_value, without_passwords
+from megatron_ds.dataclass import dataclass
 
 SIZES = ("context_parallel_size", "ds_sequence_parallel_size")
 """Options of ranks that share sequences."""
@@ -184,11 +185,13 @@ class Config:
         Args:
             values: Value by name of the field.
         """
-        groups: dict[str, Any] = {}
+        changes: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            group = GROUP_OF_FIELD[name]
-            options = groups.get(group, getattr(self, group))
-            groups[group] = dataclasses.replace(options, **{name: value})
+            changes.setdefault(GROUP_OF_FIELD[name], {})[name] = value
+        groups: dict[str, Any] = {
+            group: dataclasses.replace(getattr(self, group), **changed)
+            for group, changed in changes.items()
+        }
         return dataclasses.replace(self, **groups)
 
     @functools.cached_property
@@ -293,6 +296,12 @@ GROUP_OF_FIELD = {
 _OPTIONS = {
     item.name: (item, spec) for group in GROUPS.values() for item, spec in option_fields(group)
 }
+MODEL_SIZE_FIELDS = tuple(
+    item.name
+    for item, spec in option_fields(ModelConfig)
+    if spec.required and spec.decides is Decides.WEIGHTS
+)
+"""Sizes of the model without a default. If no size is given, the checkpoint defines the model."""
 
 
 def fields_that_decide(kinds: Decides) -> frozenset[str]:

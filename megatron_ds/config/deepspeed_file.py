@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 Json = dict[str, Any]
 

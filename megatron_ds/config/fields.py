@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from megatron_ds.config.problems import Problem, option
+from megatron_ds.dataclass import dataclass
 
 P = ParamSpec("P")
 Options = TypeVar("Options", bound=Any)
@@ -51,7 +52,7 @@ NON_ZERO = _NonZero()
 ABOVE_ONE = _AboveOne()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Condition:
     """Values of other fields of the same dataclass; at least one must match."""
 
@@ -138,7 +139,7 @@ class InPhase(enum.Enum):
     """Counts from the start of a phase, and is set in phases only."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OptionSpec:
     """Declaration of a dataclass field that is also a command-line flag.
 
@@ -355,11 +356,19 @@ def with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 def in_effect(options: Options) -> Options:
     """The options, with the defaults of the fields that have no effect."""
     defaults = {
-        item.name: item.default
-        for item, spec in option_fields(options)
-        if spec.only_with and spec.unmet(options) is not None
+        name: default
+        for name, default, conditions in _conditional_fields(type(options))
+        if getattr(options, name) is not default
+        and not all(condition.holds(options) for condition in conditions)
     }
     return dataclasses.replace(options, **defaults) if defaults else options
+
+
+@functools.cache
+def _conditional_fields(group: type) -> tuple[tuple[str, Any, tuple[Condition, ...]], ...]:
+    """Name, default and conditions of each option field that may have no effect."""
+    fields = [(item, spec) for item, spec in _option_fields(group) if spec.only_with]
+    return tuple((item.name, item.default, spec.conditions) for item, spec in fields)
 
 
 def exclusive_problem(*names: str, reason: str = "") -> Problem:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+
+from megatron_ds.dataclass import dataclass
 
 KEYS = ("pattern", "lr", "wd")
 NEAR_NAMES = 5

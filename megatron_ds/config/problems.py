@@ -14,9 +14,10 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_ds.dataclass import dataclass
 
 PACKAGE = Path(__file__).parents[1]
 PROBLEMS_SHOWN = 20
@@ -127,9 +128,31 @@ class _Settings:
 @functools.cache
 def catalogue() -> Mapping[str, Mapping[str, Any]]:
     """Text and fields of every code, of all folders."""
+    return {code: entry for text in _texts() for code, entry in _entries(text).items()}
+
+
+@functools.cache
+def _texts() -> tuple[str, ...]:
+    """The contents of the messages.toml of all folders."""
     files = sorted(PACKAGE.glob("*/messages.toml"))
-    tables = [tomllib.loads(path.read_text(encoding="utf-8")) for path in files]
-    return {code: entry for table in tables for code, entry in table.items()}
+    return tuple(path.read_text(encoding="utf-8") for path in files)
+
+
+@functools.cache
+def _entries(text: str) -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(text)
+
+
+def _entry(code: str) -> Mapping[str, Any]:
+    """Text and fields of a code. Parses its folder's file alone, as that of all takes long.
+
+    Raises:
+        KeyError: If no messages.toml has the code.
+    """
+    for text in _texts():
+        if f"[{code}]" in text and code in _entries(text):
+            return _entries(text)[code]
+    raise KeyError(code)
 
 
 @dataclass(frozen=True, init=False)
@@ -154,7 +177,7 @@ class Problem:
     """Message, in which `option` refers to fields."""
 
     def __init__(self, code: str, *fields: str, settings: object = None, **values: object) -> None:
-        entry = catalogue()[code]
+        entry = _entry(code)
         fields = fields or tuple(entry.get("fields", ()))
         if fields:
             values.setdefault("flag", option(fields[0]))

@@ -27,7 +27,7 @@ and that the validator rejects what a rule forbids.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from megatron_ds.config import GROUPS, Config, flag_of
@@ -36,6 +36,7 @@ from megatron_ds.config.data_files import read_table
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.options.optimizer_specs import excluded_by
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 Layout = Mapping[str, str]
 """A value for each axis."""

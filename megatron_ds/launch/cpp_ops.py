@@ -21,10 +21,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.dataclass import dataclass
 from megatron_ds.launch.environment import local_rank, world_size
 from megatron_ds.launch.output import print_error, waiting_for, with_rank_prefix
 from megatron_ds.launch.watch.liveness import HostLocation

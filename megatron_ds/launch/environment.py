@@ -5,12 +5,8 @@ Only files of this folder read or write environment variables.
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
-import platform
 import re
-import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -114,7 +110,11 @@ def spans_hosts() -> bool:
 
 def host_suffix() -> str:
     """` on HOST` for messages of a run that has several hosts; empty otherwise."""
-    return f" on {socket.gethostname()}" if spans_hosts() else ""
+    if not spans_hosts():
+        return ""
+    import socket
+
+    return f" on {socket.gethostname()}"
 
 
 def is_store_of_agent() -> bool:
@@ -211,12 +211,17 @@ def _ops_folder() -> Path:
     is_virtual = sys.prefix != sys.base_prefix
     if is_virtual and os.access(inside if inside.exists() else sys.prefix, os.W_OK):
         return inside / cpu_type()
+    import hashlib
+
     python = hashlib.sha256(f"{sys.prefix} {sys.version}".encode()).hexdigest()[:8]
     return Path.home() / ".cache" / "torch_extensions" / f"{python}-{cpu_type()}"
 
 
 def cpu_type(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
     """A name for CPUs of the same model with the same instructions, such as `x86_64-0123abcd`."""
+    import hashlib
+    import platform
+
     names = ("flags", "model name", "Features", "CPU implementer", "CPU part")
     lines: list[str] = []
     with suppress(OSError):
@@ -233,6 +238,8 @@ def _silence_libraries() -> None:
     uses the current device, and prints thirty C++ frames when a peer is gone, for which this
     package has messages of its own.
     """
+    import logging
+
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logger = logging.getLogger("DeepSpeed")
     logger.addFilter(lambda record: record.levelno >= logging.WARNING)

@@ -20,8 +20,8 @@ from megatron_ds.checkpoint.compatibility import (
     saved_config,
 )
 from megatron_ds.checkpoint.metadata import TOKENIZER, Checkpoint
-from megatron_ds.config import GROUP_OF_FIELD, Config, ModelConfig, fields_that_decide
-from megatron_ds.config.fields import Decides, no_effect_problem, option_fields, with_tuples
+from megatron_ds.config import GROUP_OF_FIELD, MODEL_SIZE_FIELDS, Config, fields_that_decide
+from megatron_ds.config.fields import Decides, no_effect_problem, with_tuples
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.phases import fields_of_phases
 from megatron_ds.config.problems import Problem, UserError, user_error
@@ -33,12 +33,6 @@ SAVED_GROUPS = ("model", "moe", "tokenizer")
 """Groups whose settings a run reads from the checkpoint."""
 TOKENIZER_FIELDS = fields_that_decide(Decides.TOKENS)
 """Settings that the tokenizer determines."""
-MODEL_SIZE_FIELDS = tuple(
-    item.name
-    for item, spec in option_fields(ModelConfig)
-    if spec.required and spec.decides is Decides.WEIGHTS
-)
-"""Sizes of the model without a default. If no size is given, the checkpoint defines the model."""
 
 
 def with_saved_options(config: Config, saved: Checkpoint, warn: Warn) -> Config:

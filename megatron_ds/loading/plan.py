@@ -20,7 +20,7 @@ from megatron_ds.checkpoint.metadata import (
     find_record_damage,
 )
 from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
-from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.config import MODEL_SIZE_FIELDS, CheckpointConfig, Config
 from megatron_ds.config.options.checkpoint import (
     FORMATS,
     TAG,
@@ -49,7 +49,6 @@ from megatron_ds.loading.continued_steps import take_over, with_samples
 from megatron_ds.loading.initial_load import find_importable, merge_model, open_importable
 from megatron_ds.loading.locations import download_config, locate_save, locate_weights
 from megatron_ds.loading.options_from_checkpoint import (
-    MODEL_SIZE_FIELDS,
     Warn,
     with_saved_options,
     with_saved_schedule,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.dataclass import dataclass
 
 QUERY_KEY_VALUE = ("query", "key", "value")
 GATE = "gate"

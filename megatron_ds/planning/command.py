@@ -8,20 +8,18 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli import arguments
-from megatron_ds.config import Config
+from megatron_ds.config import MODEL_SIZE_FIELDS, Config
 from megatron_ds.config.checks import drawing_problems, folder_problems
 from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
-from megatron_ds.loading.plan import model_options
 from megatron_ds.planning import plan_report
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
 from megatron_ds.planning.ladder_cost import ladder_cost
@@ -153,7 +151,7 @@ def complete(
     plans: list[Completed] | None = None,
 ) -> tuple[Config, list[Problem]]:
     """Fills in the model that --load names, the DeepSpeed file, and what a plan does not need."""
-    config, model_problems = model_options(config, warn)
+    config, model_problems = _with_loaded_model(config, warn)
     names = (*MODEL_SIZE_FIELDS, "seq_length")
     if not model_problems and not any(getattr(config.model, name) for name in names):
         model_problems = [Problem("plan-needs-a-model")]
@@ -169,6 +167,17 @@ def complete(
         *file_problems,
         *([] if model_problems else plan.problems),
     ]
+
+
+def _with_loaded_model(
+    config: Config, warn: Callable[[Problem], None]
+) -> tuple[Config, list[Problem]]:
+    """Takes the options of the model from --load or --pretrained-checkpoint, if one is given."""
+    if not (config.checkpoint.load or config.checkpoint.pretrained_checkpoint):
+        return config, []
+    from megatron_ds.loading.plan import model_options  # reads checkpoints of all programs
+
+    return model_options(config, warn)
 
 
 def main(argv: Sequence[str]) -> int:

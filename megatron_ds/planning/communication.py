@@ -10,10 +10,10 @@ Shapes: T tokens of a micro-batch on this rank, H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.parallel import ALL_GATHER, LayerExchange
+from megatron_ds.dataclass import dataclass
 from megatron_ds.model.declaration.architecture import is_expert
 from megatron_ds.model.declaration.forward_pass import FP32
 from megatron_ds.model.declaration.parts import AttentionSpec

@@ -9,10 +9,9 @@ are assumptions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.devices import HOST
+from megatron_ds.dataclass import dataclass
 
 GB = 1e9
 DEFAULT = "h100"

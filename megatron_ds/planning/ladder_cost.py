@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.problems import UserError
+from megatron_ds.dataclass import dataclass
 from megatron_ds.launch.output import columns
 from megatron_ds.planning.plan import Plan, make_plan
 from megatron_ds.planning.settings import with_values

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from megatron_ds.config import Config, ParallelConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.optimizer import MATRIX_BATCH
+from megatron_ds.dataclass import dataclass
 from megatron_ds.model.declaration.architecture import (
     Layer,
     is_expert,

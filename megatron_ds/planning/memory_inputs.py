@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import Config
@@ -11,6 +10,7 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.optimizer import OptimizerConfig
 from megatron_ds.config.options.optimizer_specs import BLOCKWISE_8_BIT, State
+from megatron_ds.dataclass import dataclass
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model.declaration.architecture import Layer, ModelSpec, run_spec
 from megatron_ds.model.declaration.forward_pass import FP32

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.parallel_axes import RANK_ORDER
 from megatron_ds.config.problems import raise_if_any
+from megatron_ds.dataclass import dataclass
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model.declaration.architecture import (
     expert_macs,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.options.schedule import SUFFIXES
 from megatron_ds.config.parallel_axes import AXES, RANK_ORDER
 from megatron_ds.config.problems import counted, sized
+from megatron_ds.dataclass import dataclass
 from megatron_ds.launch.output import columns
 from megatron_ds.model.declaration.architecture import is_matrix
 from megatron_ds.model.declaration.fp8 import fp8_matrices

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.options.data import PER_SPLIT_DATA_FIELDS, TRAINING_DATA
 from megatron_ds.config.problems import Problem, with_flags
+from megatron_ds.dataclass import dataclass
 from megatron_ds.engine.ds_config.fields import as_flag
 
 PLANNED_RATE = 1e-4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds import schedule_validation
@@ -14,6 +13,7 @@ from megatron_ds.config.checks import divisors
 from megatron_ds.config.devices import HOST
 from megatron_ds.config.options.parallel import ALL_GATHER, HIERARCHICAL, P2P
 from megatron_ds.config.problems import counted, with_flags
+from megatron_ds.dataclass import dataclass
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, run_memory

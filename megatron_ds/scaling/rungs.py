@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.checks import divisors
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS
 from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.dataclass import dataclass
 from megatron_ds.model.declaration.architecture import model_spec
 
 GROWING = (

@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from megatron_ds.config.checks import json_remedy
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 from megatron_ds.tokenizer.token_bytes import library_token_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from megatron_ds.tokenizer.export.library import ExportedTokenizer
     from megatron_ds.tokenizer.export.lost_text import LostCharacters
 
@@ -87,6 +87,8 @@ class Tokenizer(ABC):
 
     def encode_flat(self, texts: Sequence[str]) -> FlatIds:
         """The ids of `encode_batch` as one array."""
+        import numpy as np
+
         encoded = self.encode_batch(texts)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ids = itertools.chain.from_iterable(encoded)

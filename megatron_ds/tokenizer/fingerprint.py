@@ -7,13 +7,14 @@ tokenizer works.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+from megatron_ds.dataclass import dataclass
 
 DISPLAYED_HASH_CHARS = 12
 SPLIT = "-split"
@@ -42,7 +43,7 @@ class TokenizerFingerprint:
         """Kind and hash; equal for tokenizers with the same ids. File names do not count."""
         values = [*self.files.values()], dict(self.settings), self.vocab_size, self.eod
         content = json.dumps(values, sort_keys=True).encode()
-        return f"{self.kind}-{hashlib.sha256(content).hexdigest()[:32]}"
+        return f"{self.kind}-{_sha256(content)[:32]}"
 
     def same_as(self, other: TokenizerFingerprint) -> bool:
         """Whether both tokenizers give the same ids, whatever they are called."""
@@ -135,9 +136,15 @@ def hash_content(
     }
     tokens |= {token: [token_id] for token, token_id in (added or {}).items()}
     values = [normalizer, parsed["pre_tokenizer"], settings, tokens]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return _sha256(json.dumps(values, sort_keys=True).encode())
 
 
 def hash_files(files: Iterable[str | Path]) -> dict[str, str]:
     """SHA-256 of each file, by file name."""
-    return {Path(f).name: hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in files}
+    return {Path(f).name: _sha256(Path(f).read_bytes()) for f in files}
+
+
+def _sha256(content: bytes) -> str:
+    import hashlib  # loads OpenSSL, which most programs do not need
+
+    return hashlib.sha256(content).hexdigest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.fields import (
     NON_ZERO,
@@ -17,6 +16,7 @@ from megatron_ds.config.fields import (
     when,
 )
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 _required_size = functools.partial(option_field, UNSET_INT, required=True, minimum=1)
 size_field = functools.partial(option_field, None, minimum=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.checks import nearest_multiples
 from megatron_ds.config.fields import (
@@ -20,6 +19,7 @@ from megatron_ds.config.fields import (
 from megatron_ds.config.model.architecture import SizesConfig, size_field
 from megatron_ds.config.model.layer_pattern import chosen_layers
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 _size = functools.partial(option_field, minimum=1, only_with=when(multi_latent_attention=True))
 REFUSED = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import ABOVE_ONE, ANY_VALUE, Condition, Decides, option_field, when
 from megatron_ds.config.model.layer_pattern import layer_pattern
 from megatron_ds.config.model.model import ModelConfig
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 EXPERTS = when(num_experts=ABOVE_ONE)
 WITHOUT_PATTERN = Condition({"moe_layer_freq": (None,)}, without_flags=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_ds.config.fields import Condition, option_field, when
 from megatron_ds.config.model.architecture import SizesConfig, size_field
+from megatron_ds.dataclass import dataclass
 
 GLU_ACTIVATIONS = ("swiglu", "geglu", "quick-geglu", "reglu", "liglu")
 ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
@@ -19,6 +18,7 @@ from megatron_ds.config.model.feed_forward import FeedForwardConfig
 from megatron_ds.config.model.layer_pattern import pattern_of
 from megatron_ds.config.model.transfer import TransferConfig
 from megatron_ds.config.problems import Problem, with_value
+from megatron_ds.dataclass import dataclass
 
 
 # Each base is a group of --help. The groups are in reverse order, as the fields of bases are.

@@ -7,12 +7,12 @@ al. 2025). docs/training/mup.md has the tables.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.fields import Decides, exclusive_problem, option_field, when
 from megatron_ds.config.model.architecture import ResidualConfig, SizesConfig, VocabularyConfig
 from megatron_ds.config.model.attention import AttentionConfig
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 MUP = when(use_mup=True)
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")

@@ -6,11 +6,11 @@ import functools
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import ANY_VALUE, Decides, exclusive_problem, option_field, when
 from megatron_ds.config.problems import Problem, option
+from megatron_ds.dataclass import dataclass
 
 TAG = re.compile("global_step0*([0-9]+)")
 """Names of checkpoints."""

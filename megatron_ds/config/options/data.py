@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.checks import file_problems, folder_problems
 from megatron_ds.config.fields import (
@@ -17,6 +16,7 @@ from megatron_ds.config.fields import (
     when,
 )
 from megatron_ds.config.problems import Problem, option
+from megatron_ds.dataclass import dataclass
 
 SPLIT_DATA_FIELDS = ("data_path", "data_args_path")
 """Fields that name data for all dataset splits, divided by --split."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.checks import file_problems
 from megatron_ds.config.devices import HOST, OFFLOAD_TARGETS
 from megatron_ds.config.fields import Decides, in_effect, option_field, when
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 
 @dataclass(frozen=True)

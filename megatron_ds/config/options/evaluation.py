@@ -6,11 +6,11 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ds.config.fields import ANY_VALUE, Decides, option_field, when
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 FILE_TASKS = ("perplexity", "WIKITEXT103", "LAMBADA")
 """Tasks of --eval-tasks that read a file."""

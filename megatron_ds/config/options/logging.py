@@ -6,11 +6,11 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.checks import file_problems, folder_problems
 from megatron_ds.config.fields import ANY_VALUE, NON_ZERO, Condition, Decides, option_field, when
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 _tensorboard = functools.partial(option_field, only_with=when(tensorboard_dir=ANY_VALUE))
 

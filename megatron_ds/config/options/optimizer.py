@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.fields import (
@@ -27,6 +26,7 @@ from megatron_ds.config.options.optimizer_specs import (
 )
 from megatron_ds.config.param_group import ParamGroup, group_problems
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 MATRIX_BATCH = 2**25
 """Most elements of matrices of one shape that are updated at once, or of a single one."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from megatron_ds.dataclass import dataclass
 
 BLOCKWISE_8_BIT = 1 + 4 / 256
 """Bytes per element of an 8-bit moment, which has one scale in fp32 for 256 elements."""

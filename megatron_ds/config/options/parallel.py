@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import ABOVE_ONE, Decides, in_effect, option_field, when
 from megatron_ds.config.parallel_axes import REPLICA_OPTIONS, SEQUENCE_AXES, ParallelAxis
 from megatron_ds.config.problems import Problem, counted, with_value
+from megatron_ds.dataclass import dataclass
 
 DUALPIPEV = "dualpipev"
 P2P = "p2p"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.fields import (
     ANY_VALUE,
@@ -15,6 +14,7 @@ from megatron_ds.config.fields import (
     when,
 )
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 FP16 = when(fp16=True)
 FP8 = when(fp8_format=ANY_VALUE)

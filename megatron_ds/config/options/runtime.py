@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_ds.config.fields import Decides, option_field
+from megatron_ds.dataclass import dataclass
 from megatron_ds.presets import PRESETS
 
 MEGATRON = {"auto": "auto", "flash": "flash", "fused": "cudnn", "unfused": "math", "local": "math"}

@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron_ds.config.fields import (
 )
 from megatron_ds.config.options.parallel import ParallelConfig
 from megatron_ds.config.problems import Problem, option, with_value
+from megatron_ds.dataclass import dataclass
 
 SCHEDULE_UNITS = ("iters", "samples", "tokens")
 """Units in which a length of the schedule can be given."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import Condition, Decides, option_field, when
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 
 TOKENIZERS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),

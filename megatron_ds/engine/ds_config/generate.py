@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ds.config import Config, PrecisionConfig, flag_of
 from megatron_ds.config.deepspeed_file import Json, leaves
@@ -27,8 +26,10 @@ from megatron_ds.engine.optimizers.adam_kernels import (
     only_torch,
     select_adam_kernel,
 )
-from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, FUSED_ADAM, CppOp
 from megatron_ds.model.declaration.architecture import run_spec
+
+if TYPE_CHECKING:
+    from megatron_ds.launch.cpp_ops import CppOp
 
 TOP_DEFAULTS: Json = TABLES["generated"]["top"]
 """Top-level keys of every run, unless the file has them."""
@@ -178,6 +179,8 @@ def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
 
 def cpp_ops(ds_config: Json) -> list[CppOp]:
     """DeepSpeed's C++ ops that an engine of a generated configuration uses."""
+    from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, FUSED_ADAM
+
     zero = ds_config["zero_optimization"]
     optimizer = ds_config["optimizer"]
     ops = []
@@ -226,6 +229,8 @@ def compiles_efficient_linear() -> bool:
 
     Compiled by torch 2.11, it gives wrong gradients for inputs [S, B, H].
     """
+    from importlib.metadata import version  # slow to import, and few programs need it
+
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 

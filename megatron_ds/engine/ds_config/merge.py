@@ -21,7 +21,6 @@ from megatron_ds.config.problems import Problem, UserError, ignore, option
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config import schedules as ds_schedules
 from megatron_ds.engine.ds_config.fields import MAPPINGS, as_flag, field_value, mappings
-from megatron_ds.engine.ds_config.file import read_file
 from megatron_ds.engine.ds_config.generate import (
     adam_kernel,
     compiles_efficient_linear,
@@ -52,6 +51,8 @@ def merge_file(
     if path is None or not Path(path).is_file():
         _warn_of_stage_0(config, warn)
         return config, list(_layout_problems(config, world_size))
+    from megatron_ds.engine.ds_config.file import read_file  # the parser of Hjson
+
     try:
         file = read_file(path)
     except UserError as error:

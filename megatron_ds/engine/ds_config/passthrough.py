@@ -6,13 +6,13 @@ Everything else of a layout is in `config.support_matrix`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.support_matrix import Layout, Values
+from megatron_ds.dataclass import dataclass
 from megatron_ds.engine.ds_config.keys import TABLES
 
 SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"

@@ -4,10 +4,10 @@ Called before the imports that take seconds, or that fail without the environmen
 3.8 or newer and without any package.
 """
 
+import gc
 import importlib.util
 import os
 import signal
-import socket
 import sys
 
 OLDEST_PYTHON = (3, 11)
@@ -28,12 +28,15 @@ def begin() -> None:
         raise SystemExit(f"{os.path.basename(sys.argv[0])}: error: {problem}")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
+        gc.disable()  # imports leave little to collect
 
 
 def finish() -> None:
     """Restores KeyboardInterrupt for Ctrl-C, which the program handles from then on."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.freeze()  # the modules stay
+        gc.enable()
 
 
 def find_problem() -> str:
@@ -49,8 +52,11 @@ def find_problem() -> str:
 
 def _host() -> str:
     """The host of one of several processes."""
-    is_single = all(os.environ.get(name, "1") == "1" for name in SIZES)
-    return "" if is_single else f" on {socket.gethostname()}"
+    if all(os.environ.get(name, "1") == "1" for name in SIZES):
+        return ""
+    import socket
+
+    return f" on {socket.gethostname()}"
 
 
 def _remedy() -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.dataclass import dataclass
 
 Environment = Mapping[str, str]
 

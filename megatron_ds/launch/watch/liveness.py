@@ -11,11 +11,12 @@ import signal
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 from megatron_ds.launch.environment import core_numbers, host_suffix
 from megatron_ds.launch.exit_codes import ExitCode
 

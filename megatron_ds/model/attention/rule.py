@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.dataclass import dataclass
 
 
 @dataclass(frozen=True)

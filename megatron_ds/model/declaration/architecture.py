@@ -10,13 +10,13 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig
 from megatron_ds.config.param_group import unused_groups
 from megatron_ds.config.problems import Problem
+from megatron_ds.dataclass import dataclass
 from megatron_ds.model.declaration.experts import ExpertsSpec
 from megatron_ds.model.declaration.forward_pass import Pass
 from megatron_ds.model.declaration.latent import MLASpec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ds.config import MoEConfig
+from megatron_ds.dataclass import dataclass
 from megatron_ds.model.declaration.forward_pass import FP32, Pass
 from megatron_ds.model.declaration.parts import FeedForwardSpec, Part
 from megatron_ds.parallel.weights import FIXED, Partial, Role, Weight, Width, linear_weights

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from megatron_ds.dataclass import dataclass
 from megatron_ds.model.declaration.forward_pass import FP32, Pass
 from megatron_ds.model.declaration.parts import AttentionSpec, NormSpec
 from megatron_ds.parallel.weights import Partial, ShardSpec, Weight, Width, linear_weights

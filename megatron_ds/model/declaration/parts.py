@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import counted
+from megatron_ds.dataclass import dataclass
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.declaration.forward_pass import FP32, Pass
 from megatron_ds.parallel.weights import (

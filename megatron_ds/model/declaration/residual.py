@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_ds.config import ModelConfig
+from megatron_ds.dataclass import dataclass
 
 
 @dataclass(frozen=True)

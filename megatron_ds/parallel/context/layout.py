@@ -9,8 +9,9 @@ Shapes: N ranks, w tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from megatron_ds.dataclass import dataclass
 
 CHUNKS = 2
 """Chunks of each rank."""

@@ -30,12 +30,11 @@ from megatron_ds.checkpoint.store import lock as store_lock
 from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.checkpoint.store.lock import StoreLockFile
 from megatron_ds.checkpoint.store.mirror import fetch
-from megatron_ds.config import Config
+from megatron_ds.config import MODEL_SIZE_FIELDS, Config
 from megatron_ds.fileio import object_store
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.object_store import ObjectStore
 from megatron_ds.loading.locations import staged_location
-from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState

@@ -16,6 +16,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch.exit_codes import SettingsRejected
 from megatron_ds.launch.software import version_text
+from megatron_ds.launch.watch import liveness
 from tests.problems import codes, printed_codes
 from tests.tables import tables
 
@@ -146,7 +147,7 @@ def test_a_launched_rank_reports_if_the_first_one_does_not(
         if first_rank_reports:
             raise SystemExit  # as the handler of the launcher's signal does
 
-    monkeypatch.setattr(arguments, "find_launchers", lambda: ("a launcher",))
+    monkeypatch.setattr(liveness, "find_launchers", lambda: ("a launcher",))
     monkeypatch.setattr(arguments.time, "sleep", sleep)
     with pytest.raises(SystemExit) as end:
         parse([], rank=1)
