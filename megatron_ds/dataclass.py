@@ -102,25 +102,27 @@ def _repr(self: Any) -> str:
     return f"{type(self).__qualname__}({values})"
 
 
-def _is_equal(self: Any, other: object) -> bool:
+def _is_equal(self: Any, other: object) -> Any:
     if type(other) is not type(self):
         return NotImplemented
-    values = _compared(type(self))
-    return values(self) == values(other)
+    cls: Any = type(self)
+    values = _compared(cls)
+    return bool(values(self) == values(other))
 
 
 def _hash(self: Any) -> int:
-    return hash(_hashed(type(self))(self))
+    cls: Any = type(self)
+    return hash(_hashed(cls)(self))
 
 
 @functools.cache
-def _compared(cls: type) -> Callable[[Any], tuple[Any, ...]]:
+def _compared(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     """Gives the values that make an instance equal to another."""
     return _values(item.name for item in dataclasses.fields(cls) if item.compare)
 
 
 @functools.cache
-def _hashed(cls: type) -> Callable[[Any], tuple[Any, ...]]:
+def _hashed(cls: Any) -> Callable[[Any], tuple[Any, ...]]:
     """Gives the values in the hash of an instance."""
     fields = dataclasses.fields(cls)
     return _values(

@@ -57,7 +57,11 @@ SCHEMA: dict[str, type | tuple[type, ...]] = {
     "speeds": list,
 }
 """Keys of a file, joined by points, and the types of their values."""
-LINK_SCHEMA = {"links.bytes": int, "links.gb_s": NUMBER, "links.latency_s": NUMBER}
+LINK_SCHEMA: dict[str, type | tuple[type, ...]] = {
+    "links.bytes": int,
+    "links.gb_s": NUMBER,
+    "links.latency_s": NUMBER,
+}
 """The same for several ranks."""
 ROWS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "collectives": {"layout": dict, "axis": str, "operation": str, "ranks": int, "passed": bool},
@@ -120,9 +124,7 @@ def all_passed(values: Mapping[str, Any]) -> bool:
 
 
 def _schema_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    schema = SCHEMA
-    if values.get("ranks") != 1:
-        schema = SCHEMA | LINK_SCHEMA
+    schema = {**SCHEMA, **({} if values.get("ranks") == 1 else LINK_SCHEMA)}
     for key, kinds in schema.items():
         yield from _type_problems(values, key, kinds)
     for name, columns in ROWS.items():
@@ -144,7 +146,7 @@ def _type_problems(
         value = value.get(part) if isinstance(value, Mapping) else None
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         yield f"{prefix}{key}: {value!r} is not of type {kinds}"
-    elif kinds in (int, NUMBER) and not (math.isfinite(value) and value > 0):
+    elif isinstance(value, int | float) and kinds is not bool and not 0 < value < math.inf:
         yield f"{prefix}{key}: {value!r} is no positive number"
 
 

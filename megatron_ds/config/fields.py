@@ -355,9 +355,10 @@ def with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def in_effect(options: Options) -> Options:
     """The options, with the defaults of the fields that have no effect."""
+    group: Any = type(options)
     defaults = {
         name: default
-        for name, default, conditions in _conditional_fields(type(options))
+        for name, default, conditions in _conditional_fields(group)
         if getattr(options, name) is not default
         and not all(condition.holds(options) for condition in conditions)
     }
@@ -365,7 +366,7 @@ def in_effect(options: Options) -> Options:
 
 
 @functools.cache
-def _conditional_fields(group: type) -> tuple[tuple[str, Any, tuple[Condition, ...]], ...]:
+def _conditional_fields(group: Any) -> tuple[tuple[str, Any, tuple[Condition, ...]], ...]:
     """Name, default and conditions of each option field that may have no effect."""
     fields = [(item, spec) for item, spec in _option_fields(group) if spec.only_with]
     return tuple((item.name, item.default, spec.conditions) for item, spec in fields)

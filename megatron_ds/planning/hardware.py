@@ -79,7 +79,8 @@ class Hardware:
         """Where the share of the peak comes from."""
         if self.efficiency:
             return "given"
-        return "fitted to public runs" if self.name in FITTED else "assumed"
+        is_fitted = self.name in FITTED and self.tflops_16 == HARDWARE[self.name].tflops_16
+        return "fitted to public runs" if is_fitted else "assumed"
 
     @property
     def fp8_operations(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -11,11 +12,13 @@ from megatron_ds.config.options.data import PER_SPLIT_DATA_FIELDS, TRAINING_DATA
 from megatron_ds.config.problems import Problem, with_flags
 from megatron_ds.dataclass import dataclass
 from megatron_ds.engine.ds_config.fields import as_flag
+from megatron_ds.model.declaration.architecture import run_spec
 
 PLANNED_RATE = 1e-4
 """Learning rate of a plan, on which nothing depends."""
-TOKENS = 2**22
-"""Tokens per step if nothing is known, typical of models with billions of parameters."""
+TOKENS = ((1e9, 2**19), (5e9, 2**20), (math.inf, 2**22))
+"""Largest number of parameters, and tokens per step if nothing is known: about those of GPT-3's
+sizes (Brown et al. 2020, table 2.1), and from seven billion on those of Llama 2 and 3."""
 OTHER_DATA = {*PER_SPLIT_DATA_FIELDS["valid"], *PER_SPLIT_DATA_FIELDS["test"]}
 
 
@@ -77,13 +80,21 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
         filled["micro_batch_size"] = 1
         if not (samples := schedule.global_batch_size):
             length = max(1, config.model.seq_length)
-            samples = max(1, round(TOKENS / length / world_size)) * world_size
+            tokens = _tokens_of_step(with_values(config, **filled), world_size)
+            samples = max(1, round(tokens / length / world_size)) * world_size
             assumed["global_batch_size"] = samples
     config = with_values(config, **filled, **assumed)
     if samples is not None:
         config = config.with_values({"global_batch_size": None})
     flags = tuple(with_flags(as_flag(*item)) for item in assumed.items())
     return Completed(config, flags, samples, problems)
+
+
+def _tokens_of_step(config: Config, world_size: int) -> int:
+    """Tokens of a step of a model of this size; of invalid settings, which have none, the most."""
+    is_valid = not config.problems(world_size)
+    parameters = run_spec(config).elements() if is_valid else math.inf
+    return next((tokens for most, tokens in TOKENS if parameters < most), TOKENS[-1][1])
 
 
 def with_values(config: Config, **values: Any) -> Config:

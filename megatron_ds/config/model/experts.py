@@ -132,7 +132,7 @@ class MoEConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, is a mixture of experts."""
         if not self.is_used or self.moe_layer_freq is None:
-            return self.is_used and (layer + 1) % self.expert_interval == 0
+            return self.is_used and (layer + 1) % max(1, self.expert_interval) == 0
         pattern = _pattern(self.moe_layer_freq)
         return layer % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer])
 

@@ -25,6 +25,8 @@ from megatron_ds.planning.hardware import HARDWARE
 from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
 from megatron_ds.planning.plan import Plan, _busiest, make_plan
 from megatron_ds.planning.plan_report import duration
+from megatron_ds.planning.settings import completed as complete_settings
+from megatron_ds.planning.settings import with_values
 from megatron_ds.planning.suggest import MARGIN, TIE, suggest
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.training import run
@@ -67,6 +69,25 @@ def config_of(line: str, world_size: int) -> Config:
         shlex.split(line), world_size=world_size, complete=tool.complete, program="plan.py"
     )
     return config.with_vocab(config.model.vocab_size + 1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokens"),
+    [("gpt2-124m", 2**19), ("gpt2-774m", 2**19), ("gpt2-1.6b", 2**20), ("llama3-8b", 2**22)],
+)
+def test_the_assumed_batch_is_as_large_as_the_model_needs(preset: str, tokens: int) -> None:
+    config = config_of(f"--preset {preset}", 8)
+    completed = complete_settings(with_values(config, micro_batch_size=0), 8, is_host=False)
+    assert completed.samples is not None
+    assert completed.samples * config.model.seq_length == tokens
+
+
+def test_a_share_of_another_peak_is_not_said_to_be_fitted() -> None:
+    known = HARDWARE["h100"]
+    assert known.efficiency_origin == "fitted to public runs"
+    assert dataclasses.replace(known, memory=40e9).efficiency_origin == "fitted to public runs"
+    assert dataclasses.replace(known, tflops_16=125.0).efficiency_origin == "assumed"
+    assert HARDWARE["b200"].efficiency_origin == "assumed"
 
 
 def planned(line: str, world_size: int, hardware: str = "h100") -> Plan:

@@ -122,7 +122,7 @@ class Words:
         return self._script.unread(written) if value is None else value
 
     def _of_prefix(
-        self, prefix: str, name: str, index: str, operator: str, values: list[str] | None
+        self, prefix: str, name: str, index: str | None, operator: str, values: list[str] | None
     ) -> str | None:
         """The value of `${#NAME}` or `${!NAME}`, None if it is not known."""
         if prefix == "!" and operator is None and index in ("@", "*") and values is not None:
@@ -160,7 +160,7 @@ class Words:
         return default
 
     def _changed(
-        self, name: str, index: str, operator: str, word: str, values: list[str] | None
+        self, name: str, index: str | None, operator: str, word: str, values: list[str] | None
     ) -> str | None:
         """The value of `${NAME#word}` and the like, None if it is not known."""
         if values is None:
