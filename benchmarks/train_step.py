@@ -125,7 +125,13 @@ def main(argv: list[str] | None = None) -> int:
         },
         "tables": [],
     }
-    if options.cases is None:
+    if options.experts:
+        from benchmarks import expert_steps
+
+        measured = options.against, options.dtype, options.rounds, options.steps
+        result["experts"] = list(expert_steps.measure_experts(*measured))
+        result["settings"] |= {"shape": dataclasses.asdict(expert_steps.SHAPE), "threads": 1}
+    elif options.cases is None:
         for dtype in options.dtype:
             table = measure(
                 Setting(shape, dtype, threads),
@@ -170,6 +176,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CASE",
         help="instead, measure --compile in layouts of two ranks (all, or these)",
     )
+    add("--experts", action="store_true", help="instead, measure a model of 32 experts")
+    add("--against", type=Path, help="with --experts: another checkout of this project")
     add("--output", type=Path, help="output file (JSON)")
     return parser
 

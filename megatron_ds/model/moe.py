@@ -19,19 +19,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.declaration.experts import ExpertsSpec
+from megatron_ds.model.experts.exchange import Exchange, expert_keys
 from megatron_ds.model.experts.grouped import Experts
-from megatron_ds.model.experts.router import Router, Routing, sort_assignments
+from megatron_ds.model.experts.router import (
+    Router,
+    Routing,
+    accepted_experts,
+    count_assignments,
+)
 from megatron_ds.model.experts.router_log import RouterLog
 from megatron_ds.model.kernels.elementwise import EAGER, Elementwise, activate
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.collectives import all_to_all, gather_slices, take_slice
+from megatron_ds.parallel.collectives import gather_slices, take_slice
 from megatron_ds.parallel.linear import ReplicatedLinear
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import declared_parameter
@@ -98,7 +102,7 @@ class MoE(nn.Module):
             options: dict[str, Any] = {"spec": spec.shared, "part": "mlp.shared"}
             self.shared = MLP(config, layer, group=mesh.tp, init=init, **options)
         self.shared_gate = linear("shared_gate")
-        self._shared_part = self._shared
+        self.use_eager()
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         # All ranks route all tokens, so that their gradients are already the complete ones.
@@ -129,11 +133,19 @@ class MoE(nn.Module):
         of_rows = dynamic if self.ep_group.size == 1 else True
         self.experts.elementwise = Elementwise(activate=torch.compile(activate, dynamic=of_rows))
         self._shared_part = torch.compile(self._shared, dynamic=dynamic)
+        self.router.compile_parts(dynamic=dynamic)
+        self._sort = torch.compile(sort_assignments, dynamic=dynamic)
+        self._permute = torch.compile(permute, dynamic=dynamic)
+        self._combine = torch.compile(combine, dynamic=dynamic)
 
     def use_eager(self) -> None:
         """Undo `compile_parts`."""
         self.experts.elementwise = EAGER
         self._shared_part = self._shared
+        self.router.use_eager()
+        self._sort = sort_assignments
+        self._permute = permute
+        self._combine = combine
 
     def _shared(self, x_SBH: Tensor, y_SBH: Tensor) -> Tensor:
         """Adds the output of the shared expert."""
@@ -156,19 +168,15 @@ class MoE(nn.Module):
         all_TH = all_SBH.flatten(0, 1)
         routing: Routing = self.router(all_TH, x_SBH.shape[1])
         capacity = self._capacity(len(all_TH) * self.mesh.sequence.size)
-        order_A, counts_E, dropped = sort_assignments(routing, capacity, self.moe, self.mesh, part)
-        place_A = inverse_of(order_A)
+        experts_A, dropped = accepted_experts(routing, capacity, self.moe, self.mesh, part)
+        order_A, place_A, counts_E = self._sort(experts_A, self.moe.experts, self.ep_group)
         if self.latent_in is not None:
             x_TH = self.latent_in(x_TH)
-        x_AH = _Reordered.apply(x_TH, order_A, place_A, self.moe.moe_router_topk)
+        x_AH = self._permute(x_TH, order_A, place_A, self.moe.moe_router_topk)
         y_AH = self._run_experts(x_AH, counts_E)
         weights_TK = take_slice(routing.weights_TK, part)
-        y_TKH = _Reordered.apply(y_AH, place_A, order_A).view(*weights_TK.shape, -1)
-        weights_TK = weights_TK.to(y_TKH.dtype)
-        if capacity is not None:
-            is_kept = place_A < counts_E.sum()
-            weights_TK = weights_TK.where(is_kept.view_as(weights_TK), 0)
-        out_TH = (y_TKH * weights_TK.unsqueeze(-1)).sum(1)
+        accepted_A = None if capacity is None else experts_A < self.moe.experts
+        out_TH = self._combine(y_AH, weights_TK, order_A, place_A, accepted_A)
         if self.latent_out is not None:
             out_TH = self.latent_out(out_TH)
         losses = {"load_balancing_loss": routing.aux_loss, "z_loss": routing.z_loss}
@@ -187,28 +195,35 @@ class MoE(nn.Module):
         return max(self.moe.moe_min_capacity, math.ceil(factor * equal))
 
     def _run_experts(self, x_AH: Tensor, counts_E: Tensor) -> Tensor:
-        """The outputs for rows that are in the order of their experts, then those without one.
+        """The outputs for rows that are in the order of `sort_assignments`.
 
         Rows without an expert are not sent; their outputs are any expert's, or zero.
         """
-        ep_size = self.ep_group.size
-        if ep_size == 1:
+        if self.ep_group.size == 1:
             y_AH: Tensor = self.experts(x_AH, counts_E)
             return y_AH
-        to_ranks = counts_E.view(ep_size, -1)
-        from_ranks = torch.empty_like(to_ranks)
-        dist.all_to_all_single(from_ranks, to_ranks, group=self.ep_group.handle)
-        # The one wait for the device.
-        send, receive = torch.stack([to_ranks, from_ranks]).sum(-1).tolist()
-        rows_RH = all_to_all(x_AH[: sum(send)], send, receive, self.ep_group)
-        # The rows are in the order of the ranks that sent them, each rank's by expert.
-        numbers = torch.arange(to_ranks.shape[1], device=x_AH.device).repeat(ep_size)
-        expert_R = numbers.repeat_interleave(from_ranks.flatten(), output_size=len(rows_RH))
-        order_R = expert_R.argsort(stable=True)
-        place_R = inverse_of(order_R)
-        y_RH = self.experts(_Reordered.apply(rows_RH, order_R, place_R), from_ranks.sum(0))
-        y_AH = all_to_all(_Reordered.apply(y_RH, place_R, order_R), receive, send, self.ep_group)
-        return F.pad(y_AH, (0, 0, 0, len(x_AH) - len(y_AH)))
+        exchange = Exchange.plan(counts_E, self.ep_group)
+        y_RH = self.experts(exchange.to_experts(x_AH), exchange.counts_e)
+        return exchange.from_experts(y_RH, len(x_AH))
+
+
+def sort_assignments(
+    experts_A: Tensor, experts: int, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort assignments by expert, as `Exchange` needs them; those without an expert are the last.
+
+    Args:
+        experts_A: Experts by number; `experts` is none.
+        experts: Number of experts.
+        group: Expert-parallel group.
+
+    Returns:
+        The assignments in their order, [A], the place of each in it, [A], and the number of each
+        expert, [E].
+    """
+    order_A = expert_keys(experts_A, experts, group).argsort(stable=True)
+    counts_E = count_assignments(experts_A, experts + 1)[:-1]
+    return order_A, inverse_of(order_A), counts_E
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -216,7 +231,13 @@ def inverse_of(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Reordered(torch.autograd.Function):
+def permute(x_TH: Tensor, order_A: Tensor, place_A: Tensor, topk: int) -> Tensor:
+    """The token of each assignment, in the order of the assignments: [A, H]."""
+    x_AH: Tensor = _Permuted.apply(x_TH, order_A, place_A, topk)
+    return x_AH
+
+
+class _Permuted(torch.autograd.Function):
     """x[order // copies], for an order of `copies` of each row.
 
     The gradient's rows are gathered by the inverse order, and summed over the copies; the gradient
@@ -224,13 +245,58 @@ class _Reordered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
-        return x[order // copies] if copies > 1 else x[order]
+        return x.index_select(0, order // copies)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        rows = gradient[inverse]
+        rows = gradient.index_select(0, inverse)
         return rows.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+def combine(
+    y_AH: Tensor,
+    weights_TK: Tensor,
+    order_A: Tensor,
+    place_A: Tensor,
+    accepted_A: Tensor | None,
+) -> Tensor:
+    """The weighted sum of the outputs of each token's experts.
+
+    Args:
+        y_AH: Outputs in the order of the assignments.
+        weights_TK: Their weights, rounded to the type of the outputs.
+        order_A: The assignments in their order.
+        place_A: The place of each assignment in it.
+        accepted_A: Whether an expert accepts an assignment; else its weight is 0. None: all are
+            accepted.
+    """
+    weights_TK = weights_TK.to(y_AH.dtype)
+    if accepted_A is not None:
+        weights_TK = weights_TK.where(accepted_A.view_as(weights_TK), 0)
+    out_TH: Tensor = _Combined.apply(y_AH, weights_TK, order_A, place_A)
+    return out_TH
+
+
+class _Combined(torch.autograd.Function):
+    """The sum over k of weights[t, k] x y[inverse[t x K + k]].
+
+    The gradient of a row is read from its token's, so that no gradients are accumulated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        y_TKH = y.index_select(0, inverse).view(*weights.shape, -1)
+        ctx.save_for_backward(y_TKH, weights, order)
+        return (y_TKH * weights.unsqueeze(-1)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        y_TKH, weights, order = ctx.saved_tensors
+        rows = gradient.index_select(0, order // weights.shape[1])
+        dy = rows.mul_(weights.flatten().index_select(0, order).unsqueeze(1))
+        dweights = (y_TKH * gradient.unsqueeze(1)).sum(-1)
+        return dy, dweights, None, None

@@ -82,6 +82,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
             "expert_model_parallel_size": 2,
         },
     ],
+    "zero1-experts": [1, {"zero_stage": 1, "num_experts": 4, "optimizer": "sgd"}],
     "zero1-pp2": [2, {"zero_stage": 1, "pipeline_model_parallel_size": 2}],
     "zero2-offload": [1, {"zero_stage": 2, "cpu_optimizer": True}],
     "zero3-dp2": [2, {"zero_stage": 3}],
@@ -92,7 +93,7 @@ COPY = {"event.synchronize megatron_ds/engine/device_batches.py start"}
 WAITS = {
     "zero0": {"item megatron_ds/engine/step.py _is_dropped": 1},
     "zero1-bf16": {"item megatron_ds/engine/deepspeed/flat_gradients.py _step_flat": 1},
-    "zero1-ep2-experts": {"copy megatron_ds/model/moe.py _run_experts": 2},
+    "zero1-ep2-experts": {"copy megatron_ds/model/experts/exchange.py plan": 2},
 }
 """The package's waits in a step. The first two layouts decide by the norm whether it is skipped;
 elsewhere DeepSpeed does. With expert parallelism each layer waits for the numbers of rows that
@@ -250,6 +251,12 @@ def on_the_device(rank: int, library: Path) -> tuple[list[str], list[str]]:
         read()
     assert ones[ones > 0].shape == (9,)
     assert torch.equal(ones, ones)
+    places = index.to(device.NAME)  # noted as a copy
+    ones[:1] = 2  # three that copy nothing
+    ones[0] = 2
+    ones[ones > 1] = 2
+    ones[0, 0] = 2
+    ones[places] = 2
     return accepted, [kind for _, kind, _ in device.READS.noted]
 
 
@@ -326,7 +333,8 @@ def test_the_device_refuses_host_tensors_and_notes_reads() -> None:
     ((accepted, reads),) = run_ranks(on_the_device, 1, device.library())
     assert accepted == []
     sized = ["aten::nonzero"]
-    assert reads == ["item", "copy", "copy", *sized, "synchronize", *sized, "aten::equal"]
+    numbers = ["copy to the device"] * 3  # the index, and what is set by numbers
+    assert reads == ["item", "copy", "copy", *sized, "synchronize", *sized, "aten::equal", *numbers]
 
 
 def test_a_read_in_a_step_is_noted(launcher: Launcher, base: Settings, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def install(path: Path) -> None:
     """Makes the device known to torch in this process, once."""
     torch.ops.load_library(path)
     torch.library.impl("fakedev::on_read", "CompositeExplicitAutograd", READS.note)
+    torch.Tensor.__setitem__ = _noted(torch.Tensor.__setitem__)  # type: ignore[method-assign]
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -73,6 +75,28 @@ class Reads:
 
 
 READS = Reads()
+
+
+def _noted(set_item: Callable[[torch.Tensor, Any, Any], None]) -> Callable[..., None]:
+    """Notes the copies of numbers to elements, as `x[-1] = 3`.
+
+    With CUDA, and with no other device, torch makes a tensor of the host of the number. It fills a
+    slice with it, but copies it to a single element, or to elements that a tensor of integers
+    selects, and waits until it has been copied (`THPVariable_setitem`, `copy_to` of
+    ATen/TensorIndexing.h and `_index_put_impl_`).
+    """
+
+    def set_noted(tensor: torch.Tensor, index: Any, value: Any) -> None:
+        if tensor.device.type == NAME and isinstance(value, bool | int | float):
+            indices = index if isinstance(index, tuple) else (index,)
+            tensors = [item for item in indices if isinstance(item, torch.Tensor)]
+            if any(item.dtype not in (torch.bool, torch.uint8) for item in tensors) or not (
+                tensors or tensor[index].ndim
+            ):
+                READS.note("copy to the device")
+        set_item(tensor, index, value)
+
+    return set_noted
 
 
 # What torch and programs look for in the module of a device.

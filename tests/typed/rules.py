@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -487,6 +487,13 @@ def index(call: Call) -> Type:
     return varying(None if None in found else agreed(found))
 
 
+def index_select(call: Call) -> Type:
+    """An index of one dimension."""
+    x, dim, places = call.args[:3]
+    indices = [None] * _positive(dim, x.dim()) + [places]
+    return index(replace(call, args=(x, indices)))
+
+
 def gather(call: Call) -> Type:
     x, _, places = call.args[:3]
     combine(call.types([places]), NONLINEAR)
@@ -640,6 +647,7 @@ RULES: dict[str, Rule] = {
     ),
     "native_dropout": dropped,
     "index": index,
+    "index_select": index_select,
     "gather": gather,
     **dict.fromkeys(
         (

@@ -56,7 +56,7 @@ class Experts(nn.Module):
             counts: Number of rows of each expert, [e]. The last one has all further rows, too.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
-        ends[-1] = len(x_RH)
+        ends[-1:].fill_(len(x_RH))  # a number for one element would be copied from the host
         inner = self.fc_in(copy_to_group(x_RH, self.group), ends)
         inner = self.elementwise.activate(inner, *self.activation)
         y_RH: Tensor = self.fc_out(inner, ends)
@@ -98,18 +98,62 @@ GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 [out, R] and [R, in] to [e, out, in]."""
 
 
+def _sizes(ends: Tensor) -> list[int]:
+    """The number of rows of each group."""
+    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return sizes
+
+
 def loop_over_matmuls(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Multiplies the groups in a loop. The host waits for the group sizes."""
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    counts = _sizes(ends)
     if b.ndim == 3:
         return torch.cat([rows @ matrix for rows, matrix in zip(a.split(counts), b, strict=True)])
     pairs = zip(a.split(counts, dim=1), b.split(counts), strict=True)
     return torch.stack([columns @ rows for columns, rows in pairs])
 
 
+def multiply_padded(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies the groups in a loop, each with some rows of its neighbours.
+
+    On CPUs, torch makes a kernel for each shape of a product in bf16 or fp16, which takes longer
+    than the product of some hundred rows. Groups of similar sizes share a kernel here.
+    """
+    rows = a.shape[0] if b.ndim == 3 else a.shape[1]
+    sizes = _sizes(ends)
+    starts = [end - size for end, size in zip(ends.tolist(), sizes, strict=True)]
+    if b.ndim == 3:
+        result = a.new_empty(rows, b.shape[2])
+        for start, size, matrix in zip(starts, sizes, b, strict=True):
+            end = start + _padded(size)
+            if end <= rows:  # further rows are those of the next groups, which come later
+                torch.mm(a[start:end], matrix, out=result[start:end])
+            else:
+                first = max(0, rows - _padded(size))
+                result[start : start + size] = (a[first:] @ matrix)[start - first :][:size]
+        return result
+    result = a.new_zeros(len(sizes), a.shape[0], b.shape[1])
+    for start, size, product in zip(starts, sizes, result, strict=True):
+        if size:
+            first = max(0, min(start, rows - _padded(size)))
+            window = b[first : first + _padded(size)]
+            padded = a.new_zeros(len(window), a.shape[0])
+            padded[start - first :][:size] = a.t()[start : start + size]
+            torch.mm(padded.t(), window, out=product)
+    return result
+
+
+def _padded(size: int) -> int:
+    """A number of rows that is at least `size` and one of 16 between two powers of two."""
+    step = max(16, 1 << max(0, size.bit_length() - 5))
+    return -(-size // step) * step
+
+
 def grouped_matmul(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies all groups in one kernel; loops if there are no rows, or before torch 2.10, which
-    lacks it."""
+    """Multiplies all groups in one kernel; loops if there are no rows, before torch 2.10, which
+    lacks it, and where kernels are made for each shape."""
+    if is_host(a.device.type) and a.dtype.itemsize == 2:
+        return multiply_padded(a, b, ends)
     if 0 in a.shape or not hasattr(F, "grouped_mm"):
         return loop_over_matmuls(a, b, ends)
     return F.grouped_mm(a, b, offs=ends)
@@ -140,7 +184,7 @@ class _StackedMatmul(torch.autograd.Function):
             y = reduce_from_group_(y, layer.reduce_over)
         if bias is not None:
             rows = torch.arange(len(y), dtype=ends.dtype, device=ends.device)
-            y += bias[torch.searchsorted(ends, rows, right=True)]
+            y += bias.index_select(0, torch.searchsorted(ends, rows, right=True))
         return y
 
     @staticmethod
@@ -149,10 +193,16 @@ class _StackedMatmul(torch.autograd.Function):
         gradient = gradient.contiguous()
         dx = ctx.multiply(gradient, weight, ends)
         dw = ctx.multiply(gradient.t(), x, ends)
-        # A matmul, whose sums have a fixed order; kernels need rows of 16 bytes.
-        ones = gradient.new_ones(len(gradient), 8)
-        db = ctx.multiply(gradient.t(), ones, ends)[..., 0] if ctx.has_bias else None
+        db = _sum_groups(gradient, ends, ctx.multiply) if ctx.has_bias else None
         return dx, dw, db, None, None
+
+
+def _sum_groups(rows: Tensor, ends: Tensor, multiply: GroupedMatmul) -> Tensor:
+    """The sum of each group's rows, in a fixed order: [R, out] to [e, out]."""
+    if is_host(rows.device.type):
+        return torch.stack([group.sum(0) for group in rows.split(_sizes(ends))])
+    # Kernels of products need rows of 16 bytes.
+    return multiply(rows.t(), rows.new_ones(len(rows), 8), ends)[..., 0]
 
 
 def try_grouped_matmuls(

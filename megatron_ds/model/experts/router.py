@@ -87,29 +87,18 @@ class Router(StatefulModule):
         self.assigned_E: Tensor | int = 0
         has_bias = moe.moe_router_enable_expert_bias
         self.is_restricted = has_bias or moe.moe_router_num_groups is not None
+        self.use_eager()
 
     def forward(self, x_TH: Tensor, sequences: int = 1) -> Routing:
         """Route tokens [S, B]: the tokens at one position of all sequences are consecutive."""
         moe = self.moe
-        x_TH = x_TH.to(self.dtype)
         if self.training and (eps := moe.moe_input_jitter_eps) is not None:
+            x_TH = x_TH.to(self.dtype)
             x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - eps, 1 + eps)
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        logits_TE = F.linear(x_TH, self.weight.to(self.dtype), bias)
-        z_loss = logits_TE.logsumexp(-1).square().mean()
+        forced_TE = None
         if moe.moe_router_force_load_balancing:
-            logits_TE = logits_TE + (_random_like(logits_TE) - logits_TE).detach()
-        scores_TE = logits_TE.sigmoid() if self.is_sigmoid else logits_TE.softmax(-1)
-        is_softmax_of_selected = not (self.is_sigmoid or moe.is_pre_softmax)
-        ranked_TE = logits_TE if is_softmax_of_selected else scores_TE
-        experts_TK = self._select(ranked_TE.detach())
-        weights_TK = ranked_TE.gather(1, experts_TK)
-        if is_softmax_of_selected:
-            weights_TK = weights_TK.softmax(-1)
-        elif self.is_sigmoid and moe.moe_router_topk > 1:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + SMALLEST_SUM)
-        if moe.moe_router_topk_scaling_factor is not None:
-            weights_TK = weights_TK * moe.moe_router_topk_scaling_factor
+            forced_TE = _random_logits(len(x_TH), moe.experts, self.dtype, x_TH.device)
+        scores_TE, experts_TK, weights_TK, z_loss = self._choose(x_TH, forced_TE)
         counts_GE = self._count(experts_TK, sequences if self.is_by_sequence else 1)
         if self.expert_bias is not None and self.log.is_recording:
             self.assigned_E = self.assigned_E + counts_GE.sum(0)
@@ -122,6 +111,46 @@ class Router(StatefulModule):
             aux_loss=self._balance(scores_TE, load_GE),
             z_loss=z_loss,
         )
+
+    def compile_parts(self, *, dynamic: bool | None) -> None:
+        """Compile the choice of experts, on its first call.
+
+        Args:
+            dynamic: Passed to torch.compile.
+        """
+        self._choose = torch.compile(self._chosen, dynamic=dynamic)
+
+    def use_eager(self) -> None:
+        """Undo `compile_parts`."""
+        self._choose = self._chosen
+
+    def _chosen(
+        self, x_TH: Tensor, forced_TE: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Scores, the experts of each token, their weights, and the z-loss.
+
+        Args:
+            x_TH: The tokens.
+            forced_TE: Logits that decide. None: those of the router.
+        """
+        moe = self.moe
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        logits_TE = F.linear(x_TH.to(self.dtype), self.weight.to(self.dtype), bias)
+        z_loss = logits_TE.logsumexp(-1).square().mean()
+        if forced_TE is not None:
+            logits_TE = logits_TE + (forced_TE - logits_TE).detach()
+        scores_TE = logits_TE.sigmoid() if self.is_sigmoid else logits_TE.softmax(-1)
+        is_softmax_of_selected = not (self.is_sigmoid or moe.is_pre_softmax)
+        ranked_TE = logits_TE if is_softmax_of_selected else scores_TE
+        experts_TK = self._select(ranked_TE.detach())
+        weights_TK = ranked_TE.gather(1, experts_TK)
+        if is_softmax_of_selected:
+            weights_TK = weights_TK.softmax(-1)
+        elif self.is_sigmoid and moe.moe_router_topk > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + SMALLEST_SUM)
+        if moe.moe_router_topk_scaling_factor is not None:
+            weights_TK = weights_TK * moe.moe_router_topk_scaling_factor
+        return scores_TE, experts_TK, weights_TK, z_loss
 
     def _select(self, ranked_TE: Tensor) -> Tensor:
         """The experts of each token."""
@@ -192,12 +221,10 @@ def update_biases(routers: Sequence[Router], dp: Group, *, is_applied: bool) -> 
         router.assigned_E = 0
 
 
-def _random_like(logits_TE: Tensor) -> Tensor:
+def _random_logits(tokens: int, experts: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The same random logits on all tensor-parallel ranks, and when they are computed again."""
-    generator = torch.Generator(logits_TE.device).manual_seed(0)
-    return torch.rand(
-        logits_TE.shape, generator=generator, dtype=logits_TE.dtype, device=logits_TE.device
-    )
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.rand((tokens, experts), generator=generator, dtype=dtype, device=device)
 
 
 def count_assignments(experts: Tensor, size: int) -> Tensor:
@@ -205,10 +232,10 @@ def count_assignments(experts: Tensor, size: int) -> Tensor:
     return experts.new_zeros(size).scatter_add_(0, experts, torch.ones_like(experts))
 
 
-def sort_assignments(
+def accepted_experts(
     routing: Routing, capacity: int | None, moe: MoEConfig, mesh: Mesh, part: Group
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the assignments by expert; those that exceed an expert's capacity are the last.
+) -> tuple[Tensor, Tensor]:
+    """The experts that accept this rank's assignments.
 
     Args:
         routing: Selected experts.
@@ -218,16 +245,16 @@ def sort_assignments(
         part: Group of whose ranks each sends a slice of the tokens to the experts.
 
     Returns:
-        Positions in [T x K] of this rank's slice of the assignments, [A], the number of them that
-        each expert accepts, [E], and the fraction of all that exceed an expert's capacity.
+        The expert of each assignment of this rank's slice, [A], or E if it exceeds an expert's
+        capacity, and the fraction of all that do.
     """
     experts = routing.experts_TK.flatten()
+    dropped = torch.zeros((), device=experts.device)
     if capacity is not None:
         is_kept = _within_capacity(routing, capacity, moe, mesh)
         experts = experts.where(is_kept, moe.experts)
-    dropped = (experts == moe.experts).float().mean()
-    experts = experts.unflatten(0, (part.size, -1))[part.rank]
-    return experts.argsort(stable=True), count_assignments(experts, moe.experts + 1)[:-1], dropped
+        dropped = (experts == moe.experts).float().mean()
+    return experts.unflatten(0, (part.size, -1))[part.rank], dropped
 
 
 def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, mesh: Mesh) -> Tensor:

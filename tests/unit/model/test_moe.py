@@ -163,6 +163,27 @@ def test_a_grouped_product_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch
     assert layer.experts.fc_in.multiply is grouped.grouped_matmul
 
 
+@pytest.mark.parametrize("sizes", [[40, 0, 17, 300, 1], [0, 1, 2], [3, 600, 0], [0, 0]], ids=str)
+def test_products_of_padded_groups_are_those_of_the_groups(sizes: list[int]) -> None:
+    """In bf16 on a CPU; the rows of neighbours, and nan in them, change nothing."""
+    ends = torch.tensor(sizes).cumsum(0).int()
+    rows = int(ends[-1])
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, 8), (len(sizes), 24, 8), (rows, 24)
+    x, weight, gradient = (
+        torch.randn(shape, generator=generator, dtype=torch.bfloat16) for shape in shapes
+    )
+    for a, b in ((x, weight.mT), (gradient, weight), (gradient.t(), x)):
+        product = grouped.grouped_matmul(a, b, ends)
+        assert product.dtype == torch.bfloat16
+        torch.testing.assert_close(product, grouped.loop_over_matmuls(a, b, ends))
+    if sizes[0] > 1:
+        x[0] = math.nan
+        product = grouped.grouped_matmul(x, weight.mT, ends)
+        assert product[0].isnan().all()
+        assert not product[1:].isnan().any()
+
+
 @pytest.mark.parametrize(("experts", "topk"), [(1, 1), (4, 2)])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_equal_experts_are_the_dense_layer(experts: int, topk: int, activation: str) -> None:
