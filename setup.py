@@ -71,6 +71,7 @@ setup(
         ],
         "cleaning": ["ftfy>=6.3", "msgpack>=1.0", "py3langid>=0.4", "rensa>=0.5"],
         "gguf": ["gguf>=0.16"],
+        "gigatoken": ["awkward>=2.6.3", "gigatoken>=0.10,<0.11"],
         "ray": ["ray>=2.40"],
         "s3": ["fsspec>=2024.12", "obstore>=0.9"],
         "plot": ["Jinja2>=3.1.6", "matplotlib>=3.9"],

@@ -84,7 +84,7 @@ class Options:
     """Number of ids of NullTokenizer or TikTokenizer."""
     tokenizer_backend: str = option_field(BACKENDS[0], choices=BACKENDS)
     """Encoding library of GPT2BPETokenizer and of HFTokenizer with a tokenizer.json; auto uses
-    fastokens if it is installed and gives the same ids as tokenizers."""
+    gigatoken or fastokens if it is installed and gives the same ids as tokenizers."""
     run: PreprocessOptions = option_group(PreprocessOptions(workers=environment.available_cores()))
     sentences: SentenceOptions = option_group(SentenceOptions())
     shards: ShardOptions = option_group(ShardOptions())

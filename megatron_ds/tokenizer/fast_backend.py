@@ -1,4 +1,4 @@
-"""Fast encoding backend: uses a library other than the reference, `tokenizers`, once it has proved
+"""Fast encoding backends: libraries other than the reference, `tokenizers`, that have proved
 equivalent.
 
 A fast library is used only if it loads the tokenizer and gives the reference's ids for texts that
@@ -7,8 +7,9 @@ such libraries get wrong. It is imported only when requested. Must not know file
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,8 +25,11 @@ from megatron_ds.tokenizer.base import (
 from megatron_ds.tokenizer.export.lost_text import LostCharacters
 
 REFERENCE = "tokenizers"
-FAST = "fastokens"
-BACKENDS = ("auto", REFERENCE, FAST)
+FAST = ("gigatoken", "fastokens")
+"""The fastest first."""
+BACKENDS = ("auto", REFERENCE, *reversed(FAST))
+RENEWED_CHARS = 1 << 28
+"""Characters after which gigatoken starts anew: it forgets none of the words that it has seen."""
 LONG_WORD = 70_000
 """Characters: exceeds a 16-bit counter."""
 DISPLAYED_CHARS = 60
@@ -43,28 +47,87 @@ class BackendChoice(NamedTuple):
     """Reason that the fast library is not used although it was allowed."""
 
 
-class FastTokenizer(Tokenizer):
-    """A tokenizer that encodes with fastokens, and leaves all else to the reference."""
+class Encoder(Protocol):
+    """Encodes texts by a fast library."""
 
-    def __init__(self, reference: Tokenizer) -> None:
+    def __call__(self, texts: Sequence[str]) -> FlatIds: ...
+
+
+class Fastokens:
+    """Encodes by fastokens.
+
+    Args:
+        library: The module.
+        vocabulary: The contents of a tokenizer.json.
+    """
+
+    def __init__(self, library: Any, vocabulary: str) -> None:
+        self.model: Any = library.Tokenizer.from_json_str(vocabulary)
+
+    def __call__(self, texts: Sequence[str]) -> FlatIds:
+        ids, offsets = self.model.encode_batch_flat(list(texts))
+        lengths = np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
+        return FlatIds(np.frombuffer(ids, "<u4"), lengths)
+
+
+class Gigatoken:
+    """Encodes by gigatoken, on the calling thread.
+
+    Args:
+        library: The module.
+        vocabulary: The contents of a tokenizer.json.
+    """
+
+    def __init__(self, library: Any, vocabulary: str) -> None:
+        self._load = library.Tokenizer.from_json
+        self._vocabulary = vocabulary
+        self._seen = 0
+        self.model: Any = self._load(vocabulary).backend
+
+    def __call__(self, texts: Sequence[str]) -> FlatIds:
+        if self._seen > RENEWED_CHARS:
+            self.model = self._load(self._vocabulary).backend
+            self._seen = 0
+        self._seen += sum(map(len, texts))
+        rows = self.model.encode_batch(list(texts), parallel=False).layout
+        offsets = np.asarray(rows.offsets.data)
+        ids = np.asarray(rows.content.data)[offsets[0] : offsets[-1]]
+        return FlatIds(ids.astype("<u4", copy=False), np.diff(offsets).astype(np.int64))
+
+
+ENCODERS: dict[str, Callable[[Any, str], Encoder]] = {
+    "fastokens": Fastokens,
+    "gigatoken": Gigatoken,
+}
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer that encodes with a fast library, and leaves all else to the reference."""
+
+    def __init__(self, reference: Tokenizer, library: str) -> None:
         """
+        Args:
+            reference: The tokenizer.
+            library: One of `FAST`.
+
         Raises:
-            UserError: If fastokens is not installed, does not support the tokenizer, or gives other
-                ids.
+            UserError: If the library is not installed, does not support the tokenizer, or gives
+                other ids.
         """
         if not isinstance(reference, JsonTokenizer):
             name = reference.fingerprint.kind
-            raise user_error("fast-backend-unsupported-tokenizer-type", kind=name)
+            raise user_error("fast-backend-unsupported-tokenizer-type", library=library, kind=name)
         self._reference = reference
+        self._library = library
         self.vocab_size = reference.vocab_size
         self.eod = reference.eod
         self.bos = reference.bos
         self.adds_bos = reference.adds_bos
         self.fingerprint = reference.fingerprint
-        library = import_library(FAST, f"{option('tokenizer_backend')} {FAST}")
-        with library_errors("fast-backend-rejects-tokenizer"):
-            self._model: Any = library.Tokenizer.from_json_str(reference.tokenizer_json())
-        with library_errors("fast-backend-fails"):
+        module = import_library(library, f"{option('tokenizer_backend')} {library}")
+        with library_errors("fast-backend-rejects-tokenizer", library=library):
+            self._encode_flat = ENCODERS[library](module, reference.tokenizer_json())
+        with library_errors("fast-backend-fails", library=library):
             # Without the reference's help, which would hide a failure.
             difference = first_difference(
                 lambda text: self._encode_flat([text]).ids.tolist(),
@@ -72,7 +135,7 @@ class FastTokenizer(Tokenizer):
                 equivalence_cases(reference.added_tokens()),
             )
         if difference is not None:
-            raise user_error("fast-backend-ids-differ", difference=difference)
+            raise user_error("fast-backend-ids-differ", library=library, difference=difference)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids, lengths = self.encode_flat(texts)
@@ -87,19 +150,15 @@ class FastTokenizer(Tokenizer):
         except BaseException:  # a panic of Rust code is not a subclass of Exception
             return self._reference.encode_flat(texts)
 
-    def _encode_flat(self, texts: Sequence[str]) -> FlatIds:
-        ids, offsets = self._model.encode_batch_flat(list(texts))
-        lengths = np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
-        return FlatIds(np.frombuffer(ids, "<u4"), lengths)
-
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)
 
     def lost_characters(self) -> LostCharacters | None:
         return self._reference.lost_characters()
 
-    def __reduce__(self) -> tuple[type[FastTokenizer], tuple[Tokenizer]]:
-        return FastTokenizer, (self._reference,)  # the library's own object cannot be pickled
+    def __reduce__(self) -> tuple[type[FastTokenizer], tuple[Tokenizer, str]]:
+        # The library's own object cannot be pickled.
+        return FastTokenizer, (self._reference, self._library)
 
 
 def select_backend(tokenizer: Tokenizer, backend: str) -> BackendChoice:
@@ -107,8 +166,8 @@ def select_backend(tokenizer: Tokenizer, backend: str) -> BackendChoice:
 
     Args:
         tokenizer: Reference tokenizer.
-        backend: One of `BACKENDS`. "auto" takes the fast library if it is installed, supports the
-            tokenizer and proves equivalent, otherwise the reference.
+        backend: One of `BACKENDS`. "auto" takes the fastest library that is installed, supports
+            the tokenizer and proves equivalent, otherwise the reference.
 
     Raises:
         UserError: If a library that is requested by name cannot be used.
@@ -116,12 +175,15 @@ def select_backend(tokenizer: Tokenizer, backend: str) -> BackendChoice:
     native = REFERENCE if isinstance(tokenizer, JsonTokenizer) else tokenizer.fingerprint.kind
     if backend == REFERENCE or (backend == "auto" and native != REFERENCE):
         return BackendChoice(tokenizer, native)
-    try:
-        return BackendChoice(FastTokenizer(tokenizer), FAST)
-    except UserError as error:
-        if backend == FAST:
-            raise
-        return BackendChoice(tokenizer, native, error.problems[0])
+    if backend != "auto":
+        return BackendChoice(FastTokenizer(tokenizer, backend), backend)
+    reason: Problem | None = None
+    for library in FAST:
+        try:
+            return BackendChoice(FastTokenizer(tokenizer, library), library)
+        except UserError as error:
+            reason = error.problems[0]
+    return BackendChoice(tokenizer, native, reason)
 
 
 def equivalence_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:
@@ -135,7 +197,9 @@ def equivalence_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:
     codes = [*range(0x80, 0x3100, 5), *range(0x3100, 0xD800, 61), *range(0xE000, 0x1FC00, 61)]
     yield "".join(f"a{char}b {char}{char} 1{char}" for char in map(chr, codes))
     for token in added_tokens:
-        yield f"{token} {token}{token}a{token} b {token}\n{token.upper()} {token[:-1]}"
+        text = f"{token} {token}{token}a{token} b {token}\n{token.upper()} {token[:-1]}"
+        yield text
+        yield unicodedata.normalize("NFD", text)  # a normalizer may compose the token
 
 
 def first_difference(

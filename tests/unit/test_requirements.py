@@ -81,7 +81,7 @@ def test_every_pin_is_exact() -> None:
 
 
 def test_the_pins_lie_in_the_ranges() -> None:
-    pinned = pins("tests/ray/requirements.txt")
+    pinned = pins("tests/ray/requirements.txt", "tests/gigatoken/requirements.txt")
     assert [
         requirement
         for requirement in ranges()
@@ -137,8 +137,8 @@ def test_every_imported_package_is_required_or_in_an_extra() -> None:
 
 def test_the_extra_all_has_every_extra_of_a_user() -> None:
     (everything,) = [Requirement(text) for text in extras()["all"]]
-    # bitsandbytes and Ray are large, and few programs use them.
-    assert everything.extras == extras().keys() - {"all", "test", "dev", "8bit", "ray"}
+    # bitsandbytes and Ray are large, and few programs use them; gigatoken is a faster choice.
+    assert everything.extras == extras().keys() - {"all", "test", "dev", "8bit", "ray", "gigatoken"}
 
 
 def test_the_version_is_the_one_that_files_name() -> None:

@@ -43,7 +43,7 @@ from tests.unit.test_requirements import extras, pins, ranges  # noqa: E402
 ENVIRONMENTS = REPOSITORY / "build" / "versions"
 RESULTS = Path(__file__).with_name("bounds.json")
 OUTPUT = REPOSITORY / "docs" / "development" / "package_versions.md"
-LEFT_OUT = ("ray", "dev")
+LEFT_OUT = ("gigatoken", "ray", "dev")
 """Extras of setup.py that `lowest` and `newest` do not install. Their packages are tried where an
 environment names them."""
 EXTRAS = tuple(extra for extra in extras() if extra not in LEFT_OUT)
@@ -74,6 +74,8 @@ FOLDERS = {
 """Package -> folders of tests/unit that depend on it; "": that depend on others."""
 LINT = "lint"
 ALONE = {
+    "awkward": {"fast encoders": "tests/unit/tokenizer/test_fast_backend.py"},
+    "gigatoken": {"fast encoders": "tests/unit/tokenizer/test_fast_backend.py"},
     "ray": {"two nodes of Ray": "tests/cluster/test_ray.py"},
     "mypy": {LINT: ""},
     "ruff": {LINT: ""},
@@ -151,7 +153,8 @@ named versions, and the rest as in `requirements.txt`. Each of them runs
   {", ".join(FOLDERS[""])}.
 
 Packages that neither of them installs are tried where an environment names them, by what needs
-them alone: for Ray `{ALONE["ray"]["two nodes of Ray"]}`, for mypy and ruff what `make lint` runs.
+them alone: for Ray `{ALONE["ray"]["two nodes of Ray"]}`, for gigatoken
+`{ALONE["gigatoken"]["fast encoders"]}`, for mypy and ruff what `make lint` runs.
 They are counted as unit tests.
 
 A cell has the number of failed tests and of all that ran. DeepSpeed has
@@ -390,7 +393,7 @@ def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
 def _packages(runs: Mapping[str, Run]) -> Iterator[str]:
     yield PACKAGES
     specifiers = {canonicalize_name(each.name): str(each.specifier) for each in ranges()}
-    pinned = pins("tests/ray/requirements.txt")
+    pinned = pins("tests/ray/requirements.txt", "tests/gigatoken/requirements.txt")
     for package, specifier in sorted(specifiers.items()):
         passing = sorted(passing_versions(package, runs), key=Version)
         lowest, newest = (passing[0], passing[-1]) if passing else ("not run", "not run")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.fast_backend import (
     BACKENDS,
     EDGES,
+    FAST,
     FastTokenizer,
     first_difference,
     select_backend,
@@ -45,7 +48,14 @@ def variant(folder: Path, change: Callable[[tokenizers.Tokenizer], None]) -> Tok
 
 
 REFERENCE = {kind: tokenizer_of(kind) for kind in ("GPT2BPETokenizer", "HFTokenizer")}
-FAST = {kind: FastTokenizer(tokenizer) for kind, tokenizer in REFERENCE.items()}
+LIBRARIES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}"),
+    )
+    for name in FAST
+]
+by_library = pytest.mark.parametrize("library", LIBRARIES)
 GPT2 = REFERENCE["GPT2BPETokenizer"]
 PIECES = st.one_of(
     st.text(max_size=8),
@@ -53,10 +63,17 @@ PIECES = st.one_of(
 )
 
 
+@functools.cache
+def fast_tokenizers(library: str) -> dict[str, FastTokenizer]:
+    """One for each reference."""
+    return {kind: FastTokenizer(tokenizer, library) for kind, tokenizer in REFERENCE.items()}
+
+
+@by_library
 @given(pieces=st.lists(st.lists(PIECES, max_size=8).map("".join), max_size=4))
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
-def test_any_texts_have_the_reference_ids(pieces: list[str]) -> None:
-    for kind, fast in FAST.items():
+def test_any_texts_have_the_reference_ids(library: str, pieces: list[str]) -> None:
+    for kind, fast in fast_tokenizers(library).items():
         expected = [REFERENCE[kind].encode(text) for text in pieces]
         assert fast.encode_batch(pieces) == expected
         assert [fast.encode(text) for text in pieces] == expected
@@ -65,11 +82,12 @@ def test_any_texts_have_the_reference_ids(pieces: list[str]) -> None:
         assert lengths.tolist() == [len(each) for each in expected]
 
 
-def test_the_shared_texts_have_the_reference_ids(shared_data: Path) -> None:
+@by_library
+def test_the_shared_texts_have_the_reference_ids(library: str, shared_data: Path) -> None:
     """The first documents, and every text file as one text."""
     files = (str(shared_data / f"gpt2-{name}") for name in ("vocab.json", "merges.txt"))
     reference = GPT2BPETokenizer(*files)
-    fast = FastTokenizer(reference)
+    fast = FastTokenizer(reference, library)
     with open(shared_data / "openwebtext-1000.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in islice(file, 200)]
     paths = [path for path in sorted(shared_data.iterdir()) if path.suffix in (".txt", ".md")]
@@ -81,26 +99,50 @@ def test_the_shared_texts_have_the_reference_ids(shared_data: Path) -> None:
         assert np.array_equal(found.ids, expected.ids)
 
 
-@pytest.mark.parametrize("kind", FAST)
-def test_only_encoding_differs_from_the_reference(kind: str) -> None:
-    fast = FAST[kind]
+@by_library
+@pytest.mark.parametrize("kind", REFERENCE)
+def test_only_encoding_differs_from_the_reference(kind: str, library: str) -> None:
+    fast = fast_tokenizers(library)[kind]
     reference = REFERENCE[kind]
     assert (fast.vocab_size, fast.eod) == (reference.vocab_size, reference.eod)
     assert (fast.fingerprint, fast.decode(fast.encode("hello"))) == (reference.fingerprint, "hello")
     assert pickle.loads(pickle.dumps(fast)).encode_batch(CORPUS) == reference.encode_batch(CORPUS)
 
 
-def test_added_tokens_and_normalizers_are_supported(tmp_path: Path) -> None:
+SPACED = [AddedToken("foo bar"), AddedToken("<x>", lstrip=True, rstrip=True)]
+WORD = AddedToken("word", single_word=True)
+COMPOSED = AddedToken("\u00e9t\u00e9")
+
+
+def with_added_tokens(folder: Path, *tokens: AddedToken) -> Tokenizer:
+    """With a normalizer that composes characters."""
+
     def change(tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.normalizer = normalizers.NFC()
-        tokenizer.add_tokens([AddedToken("foo bar"), AddedToken("<x>", lstrip=True, rstrip=True)])
-        tokenizer.add_tokens([AddedToken("word", single_word=True), AddedToken("\u00e9t\u00e9")])
+        tokenizer.add_tokens(list(tokens))
 
-    reference = variant(tmp_path, change)
-    choice = select_backend(reference, "auto")
-    assert choice.library == "fastokens"
+    return variant(folder, change)
+
+
+@by_library
+def test_added_tokens_and_normalizers_are_supported(library: str, tmp_path: Path) -> None:
+    further = [WORD, COMPOSED] if library == "fastokens" else []
+    reference = with_added_tokens(tmp_path, *SPACED, *further)
+    choice = select_backend(reference, library)
     texts = [" a <x> b", "foo bar foo", "words word", "e\u0301te\u0301 \u00e9te\u0301", *CORPUS]
     assert choice.tokenizer.encode_batch(texts) == reference.encode_batch(texts)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gigatoken") is None, reason="needs gigatoken")
+@pytest.mark.parametrize("token", [WORD, COMPOSED], ids=str)
+def test_gigatoken_is_not_used_with_added_tokens_that_it_finds_elsewhere(
+    token: AddedToken, tmp_path: Path
+) -> None:
+    """In words, and only as they are before normalization."""
+    reference = with_added_tokens(tmp_path, token)
+    with raises_problem("fast-backend-ids-differ", "tokenizer_backend"):
+        select_backend(reference, "gigatoken")
+    assert select_backend(reference, "auto").library == "fastokens"
 
 
 def test_unsupported_tokenizers_use_the_reference(tmp_path: Path) -> None:
@@ -122,7 +164,7 @@ def test_kinds_without_a_tokenizer_json_use_their_own_library() -> None:
         assert select_backend(null, backend) == (null, "NullTokenizer", None)
     with raises_problem("fast-backend-unsupported-tokenizer-type", contains="NullTokenizer"):
         select_backend(null, "fastokens")
-    assert BACKENDS == ("auto", "tokenizers", "fastokens")
+    assert BACKENDS == ("auto", "tokenizers", "fastokens", "gigatoken")
 
 
 class WrongLibrary:
@@ -148,6 +190,7 @@ FRAGMENTS += ["\r\n", "\u00a0", "\0", "\u200d", "\u0301", "'LL", END, "\u05e9", 
 def test_a_library_with_other_ids_is_not_used(
     fragment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
     monkeypatch.setitem(sys.modules, "fastokens", SimpleNamespace(Tokenizer=WrongLibrary(fragment)))
     choice = select_backend(GPT2, "auto")
     assert choice.tokenizer is GPT2
@@ -166,18 +209,32 @@ def test_the_first_difference_is_shown() -> None:
     assert first_difference(lambda text: next(results), lambda text: [1], texts) == "'a'"
 
 
-def test_texts_on_which_the_library_fails_are_encoded_by_the_reference() -> None:
+@by_library
+def test_texts_on_which_the_library_fails_are_encoded_by_the_reference(library: str) -> None:
     """A panic of Rust code is not a subclass of Exception."""
-    fast = FastTokenizer(GPT2)
-    fast._model = Mock(encode_batch_flat=Mock(side_effect=BaseException))
+    fast = FastTokenizer(GPT2, library)
+    fast._encode_flat = Mock(side_effect=BaseException)
     assert fast.encode_batch(CORPUS) == GPT2.encode_batch(CORPUS)
 
 
 def test_a_library_that_always_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a version without the function that is called."""
     old = SimpleNamespace(Tokenizer=SimpleNamespace(from_json_str=lambda content: object()))
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
     monkeypatch.setitem(sys.modules, "fastokens", old)
     choice = select_backend(GPT2, "auto")
     assert choice.tokenizer is GPT2
     assert codes([choice.reason or ""]) == ["fast-backend-fails"]
     assert "encode_batch_flat" in str(choice.reason)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gigatoken") is None, reason="needs gigatoken")
+def test_the_words_that_gigatoken_keeps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts anew after a number of characters."""
+    monkeypatch.setattr("megatron_ds.tokenizer.fast_backend.RENEWED_CHARS", 100)
+    fast = FastTokenizer(GPT2, "gigatoken")
+    models = []
+    for _ in range(4):
+        assert fast.encode_batch(["hello " * 10]) == GPT2.encode_batch(["hello " * 10])
+        models.append(fast._encode_flat.model)
+    assert [one is other for one, other in pairwise(models)] == [True, False, True]
