@@ -3,6 +3,7 @@
 
     python benchmarks/ladder.py --folder ladders/demo
     python benchmarks/ladder.py --folder ladders/demo --page docs/training/ladder.md
+    python benchmarks/ladder.py --folder ladders/5M --largest 5M
 
 It makes the demo's corpus with a byte-level BPE tokenizer of 1,024 ids, plans the ladder from a
 recipe with muP, trains it in one process, trains the next size, and judges the prediction. What has
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -29,12 +30,25 @@ from megatron_ds.ladder.runs import final_loss, step_seconds
 from megatron_ds.reports.history import read_run
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SIZES = (0.39e6, 0.6e6, 0.9e6, 1.35e6)
+
+
+class Shape(NamedTuple):
+    """Sizes of a ladder."""
+
+    parameters: tuple[float, ...]
+    """Of the small runs."""
+    hidden_size: int
+    """Of the next size."""
+
+
+SHAPES = {
+    "1M": Shape((0.39e6, 0.6e6, 0.9e6, 1.35e6), 192),
+    "5M": Shape((0.54e6, 1.15e6, 2.3e6, 4.75e6), 384),
+}
+HEAD = 16
 RECIPE = """\
 # The next size, to which the ladder leads
 num-layers: 4
-hidden-size: 192
-num-attention-heads: 12
 seq-length: 128
 max-position-embeddings: 128
 position-embedding-type: rope
@@ -69,14 +83,16 @@ WIDTH = 118
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, required=True, help="folder of text and runs")
+    parser.add_argument("--largest", choices=SHAPES, default="1M", help="about the last size")
     parser.add_argument("--page", type=Path, help="page into which the figures are written")
     options = parser.parse_args(argv)
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    recipe = prepare(folder)
+    shape = SHAPES[options.largest]
+    recipe = prepare(folder, shape)
     ladder = folder / "ladder"
     if not (ladder / "ladder.json").is_file():
-        sizes = map(str, SIZES)
+        sizes = map(str, shape.parameters)
         tool("ladder.py", "plan", ladder, "--config", recipe, "--sizes", *sizes)
     result = folder / "result.json"
     if not (ladder / "fit.json").is_file():
@@ -89,7 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     judged = call(
         [sys.executable, REPOSITORY / "tools" / "ladder.py", "judge", ladder, large], may_fail=True
     )
-    lines = list(summary(ladder, large, json.loads(result.read_text()), judged))
+    timed = json.loads(result.read_text())
+    lines = list(summary(options.largest, ladder, large, timed))
     print(*lines, sep="\n")
     if options.page is not None:
         write_page(options.page, lines)
@@ -103,7 +120,7 @@ def seconds_in(output: str) -> float:
     return float(match[1])
 
 
-def prepare(folder: Path) -> Path:
+def prepare(folder: Path, shape: Shape) -> Path:
     """Makes text, tokenizer and token files, and the recipe; returns its path."""
     corpus = folder / "corpus.jsonl"
     tokens = folder / "text"
@@ -119,13 +136,15 @@ def prepare(folder: Path) -> Path:
         outputs = ("--output-prefix", tokens, *tokenizer, "--append-eod", "--workers", 1)
         tool("preprocess_data.py", "--input", corpus, *outputs)
     recipe = folder / "recipe.yaml"
-    data = {
+    values = {
+        "hidden-size": shape.hidden_size,
+        "num-attention-heads": shape.hidden_size // HEAD,
         "tokenizer-type": "GPT2BPETokenizer",
         "vocab-file": files["--vocab-file"],
         "merge-file": files["--merge-file"],
         "data-path": tokens.with_name("text_text_document"),
     }
-    recipe.write_text(RECIPE + "".join(f"{key}: {value}\n" for key, value in data.items()))
+    recipe.write_text(RECIPE + "".join(f"{key}: {value}\n" for key, value in values.items()))
     return recipe
 
 
@@ -146,7 +165,7 @@ def call(words: list[Any], *, may_fail: bool = False) -> str:
     return done.stdout
 
 
-def summary(folder: Path, large: Path, timed: dict[str, Any], judged: str) -> Iterator[str]:
+def summary(largest: str, folder: Path, large: Path, timed: dict[str, Any]) -> Iterator[str]:
     """Lines in Markdown: the runs, the prediction and what was measured."""
     ladder = read_ladder(folder)
     fitted = json.loads((folder / "fit.json").read_text())
@@ -155,8 +174,8 @@ def summary(folder: Path, large: Path, timed: dict[str, Any], judged: str) -> It
     measured = final_loss(read_run(large), ladder.target.steps)
     packages = ", ".join(f"{name} {text}" for name, text in versions(["torch"]).items())
     yield (
-        f"`python benchmarks/ladder.py` trains four sizes on the demo's text and predicts the next "
-        f"one ({this_machine().cpu}, {packages}):"
+        f"`python benchmarks/ladder.py --largest {largest}` trains four sizes on the demo's text "
+        f"and predicts the next one ({this_machine().cpu}, {packages}):"
     )
     yield ""
     yield "| run | hidden size | parameters | tokens | operations | loss |"

@@ -265,6 +265,28 @@ def factors(
     }
 
 
+def losses_at_base_rate(
+    options: argparse.Namespace, runs: Mapping[Case, Result], study: str
+) -> tuple[int, dict[str, float]]:
+    """Exponent of the rate with the least loss of the base, and the losses of the last model of a
+    study at this rate, by parametrization, as far as it was trained."""
+    losses = mean_losses(runs)
+    first, *_, last = studies(options)[study]
+    base = losses[(PLAIN, *first)]
+    exponent = min(base, key=base.__getitem__)
+    names = (name for name in (PLAIN, MUP) if (name, *last) in losses)
+    return exponent, {name: losses[(name, *last)][exponent] for name in names}
+
+
+def by_seed(
+    options: argparse.Namespace, runs: Mapping[Case, Result], study: str, name: str
+) -> Iterator[str]:
+    """The factor of each seed, whose losses are not averaged with others."""
+    for seed in sorted({case.seed for case in runs}):
+        alone = {case: result for case, result in runs.items() if case.seed == seed}
+        yield f"{factors(options, alone, study)[name]:.2f}"
+
+
 def table(options: argparse.Namespace, runs: Mapping[Case, Result], study: str) -> Iterator[str]:
     """Rows of the mean losses of a study with the best rates, in Markdown."""
     losses = mean_losses(runs)
@@ -295,7 +317,15 @@ def summary(options: argparse.Namespace, runs: Mapping[Case, Result]) -> Iterato
             agrees = "within" if factor <= TOLERANCE else "not within"
             yield (
                 f"The best rates at {study} {small} and {large} differ by a factor of "
-                f"{factor:.2f} {LABELS[name]}, {agrees} {TOLERANCE}."
+                f"{factor:.2f} {LABELS[name]}, {agrees} {TOLERANCE}; "
+                f"by seed: {', '.join(by_seed(options, runs, study, name))}."
+            )
+        exponent, losses = losses_at_base_rate(options, runs, study)
+        if losses:
+            texts = [f"{loss:.3f} {LABELS[name]}" for name, loss in losses.items()]
+            yield (
+                f"At the best of the rates for the base, 2^{exponent}, the loss at {study} {large} "
+                f"is {' and '.join(texts)}."
             )
         yield ""
     seeds = len({case.seed for case in runs})
