@@ -138,7 +138,7 @@ def test_added_tokens_and_normalizers_are_supported(library: str, tmp_path: Path
 def test_gigatoken_is_not_used_with_added_tokens_that_it_finds_elsewhere(
     token: AddedToken, tmp_path: Path
 ) -> None:
-    """In words, and only as they are before normalization."""
+    """In words, and not in those that normalization composes of both forms."""
     reference = with_added_tokens(tmp_path, token)
     with raises_problem("fast-backend-ids-differ", "tokenizer_backend"):
         select_backend(reference, "gigatoken")
