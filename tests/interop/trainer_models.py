@@ -1,8 +1,10 @@
-"""Models of other trainers' packages with random weights: python trainer_models.py FOLDER CASE ...
+"""Models of other trainers' packages: python trainer_models.py write|load FOLDER CASE ...
 
-For each CASE, TRAINER_NAME, the package builds its own model, and FOLDER/CASE receives the
-checkpoint in the trainer's files and reference.npz, the logits of the package's model. Packages
-that these import for other purposes, such as downloads, are replaced by mocks.
+For each CASE, TRAINER_NAME, the package builds its own model. `write`: with random weights;
+FOLDER/CASE receives the checkpoint in the trainer's files. `load`: the package loads the checkpoint
+in FOLDER/CASE; OLMo-core and litgpt also build the model by the settings there. Both write
+reference.npz, the logits of the package's model. Packages that these import for other purposes,
+such as downloads, are replaced by mocks.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ LITGPT_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_litgpt(folder: Path, name: str) -> None:
+def import_litgpt() -> None:
     if "litgpt" not in sys.modules:
         spec = importlib.util.find_spec("litgpt")
         assert spec is not None
@@ -92,6 +94,10 @@ def write_litgpt(folder: Path, name: str) -> None:
         package.__path__ = list(spec.submodule_search_locations or [])
         sys.modules["litgpt"] = package
         mock("litgpt.scripts", "litgpt.scripts.convert_hf_checkpoint")
+
+
+def write_litgpt(folder: Path, name: str) -> None:
+    import_litgpt()
     from litgpt.config import Config
     from litgpt.model import GPT
 
@@ -100,6 +106,16 @@ def write_litgpt(folder: Path, name: str) -> None:
     randomize(model)
     torch.save({"model": model.state_dict()}, folder / "lit_model.pth")
     (folder / "model_config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    save_reference(folder, model(TOKENS))
+
+
+def load_litgpt(folder: Path, name: str) -> None:
+    import_litgpt()
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    model = GPT(Config.from_file(folder / "model_config.yaml")).eval()
+    model.load_state_dict(torch.load(folder / "lit_model.pth", weights_only=True)["model"])
     save_reference(folder, model(TOKENS))
 
 
@@ -168,6 +184,7 @@ def olmo_core_model(name: str) -> Any:
 
 
 OLMO_CORE_CASES = (
+    "plain",
     "head_gate",
     "gate",
     "sinks",
@@ -181,31 +198,67 @@ OLMO_CORE_CASES = (
 )
 
 
-def copies_of_tokens(x: Tensor, indices: Tensor, *others: Any) -> Tensor:
+def copies_of_tokens(
+    x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None, bins: Tensor, top_k: int
+) -> Tensor:
     """What OLMo-core's kernel for GPUs gives: the tokens in the order of their experts."""
-    return x[indices // others[-1]]
+    rows = x[indices // top_k]
+    return rows if weights is None else rows * weights[indices].unsqueeze(1)
 
 
 def sums_of_copies(
-    x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor, bins: Tensor, top_k: int
+    x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None, bins: Tensor, top_k: int
 ) -> Tensor:
     """The weighted sum of each token's copies, likewise."""
     out = x.new_zeros(len(x) // top_k, x.shape[1])
-    return out.index_add_(0, indices // top_k, x * weights[indices].unsqueeze(1))
+    rows = x if weights is None else x * weights[indices].unsqueeze(1)
+    return out.index_add_(0, indices // top_k, rows)
+
+
+def gradients_of_weights(
+    x: Tensor, gradient: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int
+) -> Tensor:
+    """The gradient of the weights in these sums, likewise."""
+    products = (x * gradient[indices // top_k]).sum(1)
+    return torch.empty_like(products).index_copy_(0, indices.long(), products)
+
+
+def local_path(path: str, **options: Any) -> Path:
+    """A file that needs no download."""
+    return Path(path)
+
+
+def import_olmo_core() -> None:
+    mock("cached_path", "cached_path.schemes", "cached_path.schemes.scheme_client")
+    sys.modules["cached_path"].cached_path = local_path  # type: ignore[attr-defined]
+    from olmo_core.ops import moe as operations
+
+    operations.kernels = SimpleNamespace(
+        gather=copies_of_tokens, scatter=sums_of_copies, scatter_wgrad=gradients_of_weights
+    )
 
 
 def write_olmo_core(folder: Path, name: str) -> None:
-    mock("cached_path", "cached_path.schemes", "cached_path.schemes.scheme_client")
+    import_olmo_core()
     from olmo_core.distributed.checkpoint import save_model_and_optim_state
-    from olmo_core.ops import moe as operations
 
-    operations.kernels = SimpleNamespace(gather=copies_of_tokens, scatter=sums_of_copies)
     config = olmo_core_model(name)
     model = config.build(init_device="cpu").eval()
     randomize(model)
     save_model_and_optim_state(folder / "model_and_optim", model)
     run = {"model": config.as_config_dict(), "dataset": {"sequence_length": LENGTH}}
     (folder / "config.json").write_text(json.dumps(run))
+    save_reference(folder, model(TOKENS))
+
+
+def load_olmo_core(folder: Path, name: str) -> None:
+    import_olmo_core()
+    from olmo_core.distributed.checkpoint import load_model_and_optim_state
+    from olmo_core.nn.transformer import TransformerConfig
+
+    values = json.loads((folder / "config.json").read_text())["model"]
+    model = TransformerConfig.from_dict(values).build(init_device="cpu").eval()
+    load_model_and_optim_state(folder / "model_and_optim", model)
     save_reference(folder, model(TOKENS))
 
 
@@ -232,6 +285,8 @@ def grouped(x: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
 
 
 TORCHTITAN_CASES: dict[str, dict[str, Any]] = {
+    "llama": {"score_func": "softmax"},
+    "dense": {"score_func": "softmax"},
     "experts": {"score_func": "softmax", "route_norm": True},
     "probabilities": {"score_func": "softmax", "route_norm": False, "route_scale": 2.0},
     "sigmoid": {"score_func": "sigmoid", "route_norm": True},
@@ -244,9 +299,41 @@ TORCHTITAN_CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_torchtitan(folder: Path, name: str) -> None:
-    mock("torchtitan.distributed.minimal_async_ep.kernels")
-    from torch.distributed import checkpoint
+def llama_model(theta: float) -> Any:
+    """torchtitan's Llama 3, which rotates neighboring dimensions."""
+    from torchtitan.models import llama3
+    from torchtitan.models.common import Embedding, Linear, RMSNorm
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.rope import ComplexRoPE
+
+    attention = patch.object(
+        llama3, "get_attention_config", lambda name: ScaledDotProductAttention.Config()
+    )
+    with attention:
+        layers = llama3._build_llama3_layers(
+            n_layers=2,
+            dim=WIDTH,
+            n_heads=4,
+            n_kv_heads=2,
+            hidden_dim=48,
+            rope=ComplexRoPE.Config(dim=8, max_seq_len=64, theta=theta),
+            attn_backend="sdpa",
+        )
+    output = llama3._output_linear_init(WIDTH)
+    return llama3.Llama3Model.Config(
+        dim=WIDTH,
+        vocab_size=VOCABULARY,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT
+        ),
+        norm=RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT),
+        lm_head=Linear.Config(in_features=WIDTH, out_features=VOCABULARY, param_init=output),
+        layers=layers,
+    )
+
+
+def qwen_model(name: str) -> Any:
+    """torchtitan's Qwen 3, with experts in all layers, one, or none."""
     from torchtitan.models import qwen3
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -276,7 +363,7 @@ def write_torchtitan(folder: Path, name: str) -> None:
                 w1_param_init=qwen3._LINEAR_INIT,
                 w2w3_param_init=qwen3._LINEAR_INIT,
             )
-    config = qwen3.Qwen3Model.Config(
+    return qwen3.Qwen3Model.Config(
         vocab_size=VOCABULARY,
         dim=WIDTH,
         norm=qwen3._qwen3_norm(WIDTH),
@@ -286,17 +373,45 @@ def write_torchtitan(folder: Path, name: str) -> None:
         lm_head=Linear.Config(
             in_features=WIDTH, out_features=VOCABULARY, param_init=qwen3._LINEAR_INIT
         ),
-        layers=[dense[0], layers[1]] if name == "mixed" else layers,
+        layers={"mixed": [dense[0], layers[1]], "dense": dense}.get(name, layers),
     )
-    model = config.build()
+
+
+def import_torchtitan() -> None:
+    mock("torchtitan.distributed.minimal_async_ep.kernels")
+
+
+def torchtitan_model(name: str) -> Any:
+    import_torchtitan()
+    model = (llama_model(1e6) if name == "llama" else qwen_model(name)).build()
     model.init_weights(buffer_device=None)
-    model.eval()
+    return model.eval()
+
+
+def write_torchtitan(folder: Path, name: str) -> None:
+    from torch.distributed import checkpoint
+
+    model = torchtitan_model(name)
     randomize(model)
-    if router["score_func"] == "softmax":  # with which ours has no bias
+    if TORCHTITAN_CASES[name]["score_func"] == "softmax":  # with which ours has no bias
         for layer in model.layers.values():
-            if layer.moe_enabled:
+            if getattr(layer, "moe_enabled", False):
                 layer.moe.expert_bias_E.zero_()
     checkpoint.save(model.state_dict(), checkpoint_id=str(folder))
+    save_logits_of_torchtitan(folder, model)
+
+
+def load_torchtitan(folder: Path, name: str) -> None:
+    from torch.distributed import checkpoint
+
+    model = torchtitan_model(name)
+    states = model.state_dict()
+    checkpoint.load(states, checkpoint_id=str(folder))
+    model.load_state_dict(states)
+    save_logits_of_torchtitan(folder, model)
+
+
+def save_logits_of_torchtitan(folder: Path, model: Any) -> None:
     positions = torch.arange(LENGTH).expand(len(TOKENS), -1)
     with InFp32():
         save_reference(folder, model(TOKENS, positions=positions))
@@ -307,16 +422,19 @@ def save_reference(folder: Path, logits: Any) -> None:
 
 
 WRITERS = {"litgpt": write_litgpt, "olmo_core": write_olmo_core, "torchtitan": write_torchtitan}
+LOADERS = {"litgpt": load_litgpt, "olmo_core": load_olmo_core, "torchtitan": load_torchtitan}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    for case in sys.argv[2:]:
-        trainer = next(name for name in WRITERS if case.startswith(f"{name}_"))
-        folder = Path(sys.argv[1]) / case
-        folder.mkdir(parents=True)
+    action, root, *cases = sys.argv[1:]
+    functions = {"write": WRITERS, "load": LOADERS}[action]
+    for case in cases:
+        trainer = next(name for name in functions if case.startswith(f"{name}_"))
+        folder = Path(root) / case
+        folder.mkdir(parents=True, exist_ok=action == "load")
         with torch.no_grad():
-            WRITERS[trainer](folder, case.removeprefix(f"{trainer}_"))
+            functions[trainer](folder, case.removeprefix(f"{trainer}_"))
 
 
 if __name__ == "__main__":

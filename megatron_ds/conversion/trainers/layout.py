@@ -48,6 +48,14 @@ class TrainerNames:
     single: Mapping[str, str] = field(default_factory=dict)
     """Tensors in a layer whose complete name is not ours, by canonical name."""
 
+    def has(self, name: str) -> bool:
+        """Whether the trainer has a module for one of our tensors."""
+        module, _, suffix = name.rpartition(".")
+        if not module.startswith("layers."):
+            return module in self.outer
+        inner = module.split(".", 2)[2]
+        return inner in self.inner or f"{inner}.{suffix}" in self.single
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -197,7 +205,7 @@ def their_tensors(
     """Their tensors of ours, under their names; consecutive ones are rows of one of ours.
 
     Args:
-        layout: The result of `layout_of`, without tensors of all experts.
+        layout: The result of `layout_of`.
         tensors: Ours by canonical name.
         weights: Their declarations.
     """
@@ -208,9 +216,14 @@ def their_tensors(
         start = 0
         for piece in pieces:
             rows = range(start, start + piece.rows)
-            load = functools.partial(_rows_of, ours, rows, piece, is_stacked)
             shape = piece.shape(ours.shape[1 + is_stacked :])
-            theirs[piece.name] = TensorReader.full(shape, ours.dtype, load)
+            if piece.expert is None:
+                load = functools.partial(_rows_of, ours, rows, piece, is_stacked)
+            else:
+                shape = (ours.shape[0], *shape)
+                load = functools.partial(_rows_of_all, ours, rows)
+            if not piece.expert:  # that of the first one is the tensor of all
+                theirs[piece.name] = TensorReader.full(shape, ours.dtype, load)
             start += piece.rows
     return theirs
 
@@ -222,3 +235,8 @@ def _rows_of(ours: TensorReader, rows: range, piece: Piece, is_stacked: bool) ->
     expert = rows.start // size
     full = ours.read(range(expert, expert + 1))[0]
     return full[rows.start - expert * size : rows.stop - expert * size]
+
+
+def _rows_of_all(ours: TensorReader, rows: range) -> Tensor:
+    """The same rows of every expert."""
+    return ours.read()[:, rows.start : rows.stop].contiguous()

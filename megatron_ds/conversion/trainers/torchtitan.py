@@ -100,6 +100,10 @@ ROUTING: dict[str, Any] = {"moe_router_score_function": "softmax", "moe_router_p
 """Options of the router that may be left out, with a warning: those of Qwen 3."""
 EXPERT_BIAS = "mlp.router.expert_bias"
 GROUPS = ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk")
+SCORES_OF_GROUP = 2
+"""Scores of experts by whose sum a group is chosen; here it is as many as a token uses of one."""
+OPTIONS_OF_EXPERTS = ("moe_router_topk", *ROUTING, *GROUPS)
+"""All options of experts that no file has."""
 EXPERTS = re.compile(r"(layers|model\.layers)\.(\d+)\.(moe|mlp\.experts)\..+")
 
 
@@ -130,7 +134,10 @@ def _opened(
 ) -> SourceCheckpoint:
     """The model alone."""
     if is_hf(folder):
-        return open_model(folder, NAME, _described(folder), theirs, names)
+        settings = _described(folder)
+        if not settings.moe.moe_router_enable_expert_bias:
+            theirs = _without_biases(folder, theirs)
+        return open_model(folder, NAME, settings, theirs, names)
     flags = {name: options.model[name] for name in options.given & options.model.keys()}
     fields, notes = fields_of(folder, theirs, names, flags)
     if not fields.get("moe_router_enable_expert_bias"):
@@ -248,14 +255,24 @@ def fields_of(
         "hidden_dropout": 0.0,
     }
     if shapes.expert_layers:
-        fields |= _expert_fields(shapes, {**assumed, **flags})
+        fields |= _expert_fields(folder, shapes, {**assumed, **flags})
     notes = list(_notes(folder, assumed, flags))
     return fields, notes
 
 
-def _expert_fields(shapes: _Shapes, flags: Mapping[str, Any]) -> Fields:
-    """The options of the experts."""
+def _expert_fields(folder: Path, shapes: _Shapes, flags: Mapping[str, Any]) -> Fields:
+    """The options of the experts.
+
+    Raises:
+        UserError: If groups of experts are chosen otherwise than by their two best scores.
+    """
     experts, width = shapes.experts
+    topk = flags["moe_router_topk"]
+    if groups := flags.get("moe_router_num_groups"):
+        chosen = flags.get("moe_router_group_topk") or groups
+        if topk != SCORES_OF_GROUP * chosen:
+            parts = f"groups of experts by the best {topk / chosen:g} scores, not the best two"
+            raise user_error("foreign-parts-lacking", path=folder, parts=parts)
     shared = shapes.of_experts("mlp.shared.fc_in")
     layers = [int(layer in shapes.expert_layers) for layer in range(shapes.layers)]
     is_sigmoid = flags["moe_router_score_function"] == "sigmoid"
@@ -263,7 +280,7 @@ def _expert_fields(shapes: _Shapes, flags: Mapping[str, Any]) -> Fields:
     return {
         **{name: flags[name] for name in (*ROUTING, *GROUPS) if name in flags},
         "num_experts": (experts,),
-        "moe_router_topk": flags["moe_router_topk"],
+        "moe_router_topk": topk,
         "moe_ffn_hidden_size": width,
         "moe_layer_freq": None if all(layers) else str(layers),
         "moe_shared_expert_intermediate_size": None if shared is None else shared[0],

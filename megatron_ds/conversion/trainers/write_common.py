@@ -52,14 +52,26 @@ def raise_if_different(
     """Raises:
     UserError: If settings as they are read back are another model's.
     """
-    expected = resolved(ModelSettings.of(settings.model, settings.moe, None, None))
-    theirs = resolved(written)
+    expected = _comparable(settings)
+    theirs = _comparable(written)
     different = sorted(
         key for key in {*theirs, *expected} - {*ignored} if theirs.get(key) != expected.get(key)
     )
     if different:
         parts = ", ".join(f"{key} {expected.get(key)}" for key in different)
         raise user_error("foreign-target-lacks", name=name, parts=parts)
+
+
+def _comparable(settings: ModelSettings) -> dict[str, Any]:
+    """The options of a model that differ only if the models do."""
+    model = settings.model
+    moe = settings.moe
+    values = resolved(ModelSettings.of(model, moe, None, None))
+    if moe.is_used:
+        values["moe_ffn_hidden_size"] = moe.width(model)
+        if all(map(moe.has_experts, range(model.num_layers))):
+            values.pop("ffn_hidden_size", None)
+    return values
 
 
 def weights_for(

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_ds.checkpoint.files.local_files import write_files
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
-from megatron_ds.config import ModelConfig
-from megatron_ds.config.problems import ignore, user_error
+from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config.problems import UserError, ignore, user_error
 from megatron_ds.conversion.dcp.write import write_dcp
 from megatron_ds.conversion.foreign.trainers import OLMO_CORE_STATES
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.written_config import config_of
-from megatron_ds.conversion.source import WRITE_DEFAULTS, SourceCheckpoint, WriteOptions
+from megatron_ds.conversion.source import (
+    WRITE_DEFAULTS,
+    SourceCheckpoint,
+    WriteOptions,
+    declared_weights,
+)
 from megatron_ds.conversion.trainers import olmo_core, olmo_core_settings, torchtitan
+from megatron_ds.conversion.trainers.layout import TrainerNames
+from megatron_ds.conversion.trainers.olmo_core_experts import joined_experts
 from megatron_ds.conversion.trainers.open_model import settings_of
 from megatron_ds.conversion.trainers.write_common import (
+    TIED,
     check_expressed,
     raise_if_different,
     weights_for,
 )
 from megatron_ds.conversion.weights_locations import HF_CONFIG
+from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
+from megatron_ds.model.declaration.architecture import DENSE
 
 CLASSES = {
     "": "transformer.config.TransformerConfig",
@@ -36,9 +49,14 @@ CLASSES = {
     "qk_norm": "layer_norm.LayerNormConfig",
     "embedding_norm": "layer_norm.LayerNormConfig",
     "feed_forward": "feed_forward.FeedForwardConfig",
+    "feed_forward_moe": "moe.moe.MoEConfig",
+    "router": "moe.router.MoERouterConfig",
+    "latent_moe": "moe.moe.LatentMoEConfig",
     "lm_head": "lm_head.LMHeadConfig",
 }
 """Classes of OLMo-core's settings in olmo_core.nn, by key."""
+OVERRIDES = "block_overrides"
+"""Key of the settings of single blocks by layer."""
 
 
 def write_torchtitan(
@@ -49,7 +67,8 @@ def write_torchtitan(
 ) -> None:
     """Writes the folder of a step for torchtitan's `initial_load_path`, complete, or not at all.
 
-    A config.json of transformers is next to it, which torchtitan does not read.
+    A config.json of transformers is next to it, which torchtitan does not read, if a family has the
+    model.
 
     Args:
         source: The weights.
@@ -64,37 +83,62 @@ def write_torchtitan(
     """
     del options
     model = source.settings.model
+    moe = source.settings.moe
     names = dataclasses.replace(torchtitan.NAMES, has_neighbors=not model.qk_layernorm)
-    tensors = weights_for(source, names, with_copy=True)
-    unnamed = {*tensors} - {*_named(names.layer, tensors, names)}
-    lacking = sorted(unnamed) + [name for name in tensors if name.endswith(".bias")]
-    if lacking or source.settings.moe.is_used:
-        parts = "experts" if source.settings.moe.is_used else ", ".join(lacking)
+    weights = declared_weights(model, moe)
+    lacking = [name for name in weights if not names.has(name) or name.endswith(".bias")]
+    if moe.is_used and not model.qk_layernorm:
+        lacking.append("experts in a model without norms of queries and keys")
+    if lacking:
+        parts = ", ".join(lacking)
         raise user_error("foreign-target-lacks", name=torchtitan.NAME, parts=parts)
-    flags = {name: getattr(model, name) for name in torchtitan.OPTIONS}
-    fields, _ = torchtitan.fields_of(folder, tensors, names, flags)
-    fields["untie_embeddings_and_output_weights"] = model.untie_embeddings_and_output_weights
-    written = settings_of(ConfigValues(folder, {}), lambda config: fields)
-    raise_if_different(source.settings, written, torchtitan.NAME)
-    model_type = "qwen3" if model.qk_layernorm else "llama"
-    _, config = config_of(source, model_type)
+    tensors = weights_for(source, names, with_copy=True)
+    _check_torchtitan(source, tensors, names)
+    tensors |= _biases_of_selection(source, names)
+    files = {}
+    with contextlib.suppress(UserError):  # no family has the experts: flags describe the model
+        _, config = config_of(source, _model_type(source))
+        files[HF_CONFIG] = _json(config)
     with output_folder(folder) as temporary:
         write_dcp(temporary, tensors, on_tensor)
-        write_files(temporary, {HF_CONFIG: _json(config)})
+        write_files(temporary, files)
 
 
-def _named(layer: str, tensors: Any, names: Any) -> list[str]:
-    """The tensors that have a name of the trainer."""
-    start = layer.partition("{}")[0]
-    stems = {stem for module in names.inner.values() for stem in module.split()}
-    outer = {*names.outer.values()}
-    named = []
-    for name in tensors:
-        module = name.rpartition(".")[0]
-        inner = name.removeprefix(start).partition(".")[2].rpartition(".")[0]
-        if module in outer or (name.startswith(start) and inner in stems):
-            named.append(name)
-    return named
+def _check_torchtitan(
+    source: SourceCheckpoint, tensors: TensorReaders, names: TrainerNames
+) -> None:
+    """Raises:
+    UserError: If the tensors and flags of torchtitan are those of another model.
+    """
+    settings = source.settings
+    flags = {name: getattr(settings.model, name) for name in torchtitan.OPTIONS}
+    flags |= {name: getattr(settings.moe, name) for name in torchtitan.OPTIONS_OF_EXPERTS}
+    name = torchtitan.NAME
+    try:
+        fields, _ = torchtitan.fields_of(Path(name), tensors, names, flags)
+        fields[TIED] = settings.model.untie_embeddings_and_output_weights
+        written = settings_of(ConfigValues(Path(name), {}), lambda config: fields)
+    except UserError as error:
+        raise user_error("foreign-target-lacks", name=name, parts=str(error)) from error
+    raise_if_different(settings, written, name)
+
+
+def _biases_of_selection(source: SourceCheckpoint, names: TrainerNames) -> dict[str, TensorReader]:
+    """Zeros for the biases of the selection, which each of torchtitan's layers with experts has."""
+    moe = source.settings.moe
+    if not moe.is_used or moe.moe_router_enable_expert_bias:
+        return {}
+    zeros = TensorReader.of(torch.zeros(moe.experts))
+    layers = filter(moe.has_experts, range(source.settings.model.num_layers))
+    name = names.single[torchtitan.EXPERT_BIAS]
+    return {f"{names.layer.format(layer)}.{name}": zeros for layer in layers}
+
+
+def _model_type(source: SourceCheckpoint) -> str:
+    """The family of transformers that is nearest to the model of torchtitan."""
+    if source.settings.moe.is_used:
+        return "qwen3_moe"
+    return "qwen3" if source.settings.model.qk_layernorm else "llama"
 
 
 def write_olmo_core(
@@ -119,9 +163,7 @@ def write_olmo_core(
     """
     del options
     model = source.settings.model
-    if source.settings.moe.is_used:
-        raise user_error("foreign-target-lacks", name=olmo_core.NAME, parts="experts")
-    values = model_of(model)
+    values = model_of(model, source.settings.moe)
     plain = {key: value for key, value in values.items() if key != olmo_core_settings.CLASS}
     check_expressed(
         source,
@@ -130,7 +172,7 @@ def write_olmo_core(
         lambda config: olmo_core_settings.read_model(config, model.seq_length),
     )
     names = olmo_core.names_of(values, model.norm_position)
-    tensors = weights_for(source, names, olmo_core.PREFIX, with_copy=True)
+    tensors = joined_experts(weights_for(source, names, olmo_core.PREFIX, with_copy=True))
     run = {"model": values, "dataset": {"sequence_length": model.seq_length}}
     with output_folder(folder) as temporary:
         (temporary / OLMO_CORE_STATES).mkdir()
@@ -138,7 +180,7 @@ def write_olmo_core(
         write_files(temporary, {olmo_core.SETTINGS: _json(run)})
 
 
-def model_of(model: ModelConfig) -> dict[str, Any]:
+def model_of(model: ModelConfig, moe: MoEConfig = DENSE) -> dict[str, Any]:
     """OLMo-core's settings of a model, as far as it has its parts."""
     norm = {
         "name": "default" if model.normalization == "LayerNorm" else "rms",
@@ -186,7 +228,7 @@ def model_of(model: ModelConfig) -> dict[str, Any]:
         "d_model": model.hidden_size,
         "vocab_size": model.vocab_size,
         "n_layers": model.num_layers,
-        "block": block,
+        **_blocks(model, moe, block),
         "lm_head": {"layer_norm": norm, "bias": model.output_layer_bias},
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
     }
@@ -195,6 +237,51 @@ def model_of(model: ModelConfig) -> dict[str, Any]:
     if model.embed_layernorm:
         values["embedding_norm"] = norm
     return _with_classes(values)
+
+
+def _blocks(model: ModelConfig, moe: MoEConfig, dense: dict[str, Any]) -> dict[str, Any]:
+    """The settings of all blocks, of which some or all have experts.
+
+    Args:
+        model: The model.
+        moe: Its experts.
+        dense: The settings of a block without experts.
+    """
+    if not moe.is_used:
+        return {"block": dense}
+    names = {position: name for name, position in olmo_core_settings.EXPERT_BLOCKS.items()}
+    block = {
+        **{key: value for key, value in dense.items() if key != "feed_forward"},
+        "name": names.get(model.norm_position, "moe"),
+        "feed_forward_moe": _experts(model, moe),
+    }
+    layers = [layer for layer in range(model.num_layers) if moe.has_experts(layer)]
+    if len(layers) == model.num_layers:
+        return {"name": "moe", "block": block}
+    overrides = {str(layer): block for layer in layers}
+    return {"name": "moe", "block": dense, OVERRIDES: overrides}
+
+
+def _experts(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    is_sigmoid = moe.moe_router_score_function == "sigmoid"
+    is_normalized = moe.moe_router_topk > 1 and (is_sigmoid or not moe.is_pre_softmax)
+    router: dict[str, Any] = {
+        "top_k": moe.moe_router_topk,
+        "gating_function": moe.moe_router_score_function,
+    }
+    if is_normalized:
+        router["normalize_expert_weights"] = 1.0
+    if moe.moe_router_enable_expert_bias:
+        router["bias_gamma"] = moe.moe_router_bias_update_rate
+    experts: dict[str, Any] = {
+        "name": "dropless",
+        "num_experts": moe.experts,
+        "hidden_size": moe.width(model),
+        "router": router,
+    }
+    if moe.moe_latent_size is not None:
+        experts["latent_moe"] = {"latent_dim": moe.moe_latent_size}
+    return experts
 
 
 def _rope(model: ModelConfig) -> dict[str, Any]:
@@ -238,6 +325,10 @@ def _with_classes(values: dict[str, Any], key: str = "") -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, dict) and name in CLASSES
     }
+    if overrides := values.get(OVERRIDES):
+        objects[OVERRIDES] = {
+            layer: _with_classes(block, "block") for layer, block in overrides.items()
+        }
     return {**values, **objects, olmo_core_settings.CLASS: f"olmo_core.nn.{CLASSES[key]}"}
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import ignore
+from megatron_ds.conversion.dcp.read import DcpFolder
 from megatron_ds.conversion.dcp.write import write_dcp
-from megatron_ds.conversion.registry import open_source
+from megatron_ds.conversion.registry import open_source, write
 from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.conversion.trainers.write_distributed import model_of
 from megatron_ds.engine.states.state_reader import TensorReader
@@ -144,6 +145,17 @@ def test_experts_are_put_together_from_their_tensors(peer: Peer, tmp_path: Path)
             value = expected.tensors[name].read()
             part = tensor.read(range(1, 3), (1, [range(2, 5)]))
             assert torch.equal(part, value[1:3, 2:5]), name
+
+
+@pytest.mark.parametrize("peer", [TORCHTITAN, OLMO_CORE], ids=lambda peer: peer.name)
+def test_experts_are_written_as_the_tensors_of_the_trainer(peer: Peer, tmp_path: Path) -> None:
+    source = write_experts(tmp_path / "theirs", peer.name)
+    write(source, tmp_path / "ours", peer.name)
+    states = "" if peer.name == "torchtitan" else "model_and_optim"
+    ours, theirs = (DcpFolder.open(tmp_path / name / states).tensors for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].read(), tensor.read()), name
 
 
 def test_a_bias_of_softmax_scores_is_refused_unless_it_is_zero(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.conversion.model_settings import resolved
 from megatron_ds.conversion.registry import open_source, write
 from megatron_ds.conversion.source import SourceCheckpoint
+from megatron_ds.conversion.trainers.torchtitan import OPTIONS, OPTIONS_OF_EXPERTS
 from tests.problems import raises_problem
 from tests.unit.conversion.models import assert_same_tensors, logits_of, random_source
 from tests.unit.conversion.test_trainers import PEERS, Peer, opened, reference_of
@@ -84,14 +85,60 @@ def test_a_model_comes_back_or_is_refused_by_its_parts(
         assert resolved(back.settings) == resolved(source.settings)
 
 
-def test_experts_are_written_for_litgpt_alone(tmp_path: Path) -> None:
-    moe = MoEConfig(num_experts=(4,), moe_router_topk=2, moe_ffn_hidden_size=24)
-    source = random_source(ModelConfig(**LLAMA), moe=moe)
-    write(source, tmp_path / "litgpt", "litgpt")
-    assert_same_tensors(open_source(tmp_path / "litgpt"), source)
-    for trainer in ("torchtitan", "olmo_core"):
-        with raises_problem("foreign-target-lacks", contains="experts"):
-            write(source, tmp_path / trainer, trainer)
+EXPERTS: dict[str, Any] = {"num_experts": (4,), "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+GROUPS = {"moe_router_topk": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 2}
+WITH_EXPERTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "softmax": ({}, TRAINERS),
+    "probabilities": ({"moe_router_pre_softmax": True}, TRAINERS[:2]),
+    "one": ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, TRAINERS[:2]),
+    "sigmoid": ({"moe_router_score_function": "sigmoid"}, TRAINERS[:2]),
+    "bias": (BIASED, TRAINERS[:2]),
+    "some layers": ({"moe_layer_freq": "[0, 1]"}, TRAINERS),
+    "first layers": ({"moe_layer_freq": "[1, 0]"}, TRAINERS[:2]),
+    "scaled": ({"moe_router_topk_scaling_factor": 2.0}, ("torchtitan", "litgpt")),
+    "shared": ({"moe_shared_expert_intermediate_size": 40}, ("torchtitan",)),
+    "groups": (BIASED | GROUPS, ("torchtitan", "litgpt")),
+    "groups of one": (BIASED | GROUPS | {"moe_router_topk": 2}, ("litgpt",)),
+    "latent": ({"moe_latent_size": 16}, ("olmo_core",)),
+    "gate": ({"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True}, ()),
+    "router bias": ({"moe_router_bias": True}, ()),
+}
+"""Options of experts, and the trainers that have them."""
+
+
+@pytest.mark.parametrize("experts", WITH_EXPERTS)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_experts_come_back_or_are_refused(trainer: str, experts: str, tmp_path: Path) -> None:
+    """Claim (conversion): experts that are written for torchtitan, OLMo-core or litgpt are read
+    back with their weights and logits, and routers that they lack are refused before anything is
+    written"""
+    options, trainers = WITH_EXPERTS[experts]
+    moe = MoEConfig(**EXPERTS | options)
+    source = random_source(ModelConfig(**LLAMA | QWEN), moe=moe)
+    if trainer not in trainers:
+        with raises_problem("foreign-target-lacks", contains=trainer):
+            write(source, tmp_path / "new", trainer)
+        assert not any(tmp_path.iterdir())
+        return
+    write(source, tmp_path / "new", trainer)
+    flags = {
+        **{name: value for name, value in (LLAMA | QWEN).items() if name in OPTIONS},
+        **{name: getattr(moe, name) for name in OPTIONS_OF_EXPERTS},
+    }
+    if trainer != "torchtitan" or (tmp_path / "new" / "config.json").is_file():
+        flags = {}
+    back = open_source(tmp_path / "new", options=Peer(trainer, "", "", flags).options())
+    assert back.format == trainer
+    if (trainer, experts) != ("torchtitan", "sigmoid"):  # whose biases are zeros there
+        assert_same_tensors(back, source)
+    assert torch.equal(logits_of(back, TOKENS), logits_of(source, TOKENS))
+
+
+def test_torchtitan_has_no_experts_without_norms_of_queries(tmp_path: Path) -> None:
+    source = random_source(ModelConfig(**LLAMA), moe=MoEConfig(**EXPERTS))
+    with raises_problem("foreign-target-lacks", contains="experts"):
+        write(source, tmp_path / "new", "torchtitan")
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.folder)
