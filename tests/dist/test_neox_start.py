@@ -26,11 +26,14 @@ from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import make_plan
 from tests.dist.engine_harness import prepare
+from tests.dist.test_trainer_start import check_starts
 from tests.distributed import run_ranks
 from tests.problems import raises_problem
 from tests.unit.conversion.models import logits_of
+from tests.unit.conversion.test_trainers import Peer, reference_of
 
 ARCHIVE = Path(__file__).parents[1] / "golden" / "neox.tar.xz"
+LAYOUTS_OF_NEOX = ("pipeline", "shards", "sequential")
 RUNS = ("pipeline", "sequential")
 """Those whose optimizer can go on."""
 SAVED = 3
@@ -114,18 +117,20 @@ def test_a_run_of_neox_goes_on_with_its_losses(recorded: Path) -> None:
     run_ranks(go_on, 4, str(recorded), timeout=600.0)
 
 
-def test_logits_are_those_of_neox(recorded: Path) -> None:
-    """Claim (conversion): checkpoints that gpt-neox's own model wrote have the logits that it saved
-    in them, to 1e-5"""
-    folder = recorded / "sequential"
-    source = open_source(folder)
+@pytest.mark.parametrize("run", LAYOUTS_OF_NEOX)
+def test_logits_are_those_of_neox(run: str, recorded: Path) -> None:
+    """Claim (conversion): checkpoints that gpt-neox's own model wrote, in pipeline stages, in
+    tensor-parallel shards and in one process, have the logits of its next forward pass, to 1e-5"""
+    source = open_source(recorded / run)
     assert source.format == "neox"
-    state = torch.load(
-        folder / f"global_step{SAVED}" / "mp_rank_00_model_states.pt", weights_only=False
-    )
-    expected = state["checkpoint_validation_logits"]
-    tokens = torch.arange(len(expected))[None]
-    assert (logits_of(source, tokens)[0] - expected).abs().max() < TOLERANCE
+    tokens, expected = reference_of(recorded / run)
+    assert (logits_of(source, tokens) - expected).abs().max() < TOLERANCE
+
+
+def test_a_run_of_four_ranks_starts_with_the_logits_of_neox(recorded: Path) -> None:
+    """Claim (conversion): a run in two tensor-parallel shards and two pipeline stages starts from
+    checkpoints that gpt-neox's own model wrote with its logits at every position, to 1e-5"""
+    check_starts([Peer("neox", run, run) for run in LAYOUTS_OF_NEOX], recorded)
 
 
 def test_biases_of_tensor_parallel_ranks_are_summed(recorded: Path) -> None:

@@ -94,7 +94,8 @@ def start(rank: int, peers: Sequence[Peer], folder: str) -> list[int]:
         source = plan.imported
         assert source is not None
         config = config.with_vocab(source.settings.model.vocab_size)
-        config = config.with_values({"seq_length": LENGTH})
+        tokens, logits = reference_of(shared / peer.reference)
+        config = config.with_values({"seq_length": tokens.shape[1]})
         mesh = meshes.of(config.parallel)
         engine = build_engine(config, mesh, torch.device("cpu"), init_weights=False)
         engine.reshard(InitialLoad.of(source, config))
@@ -102,10 +103,9 @@ def start(rank: int, peers: Sequence[Peer], folder: str) -> list[int]:
         for name, value in full_weights(engine, mesh).items():
             whole = expected[name].read()
             assert torch.equal(value[: len(whole)], whole), (peer, name)
-        tokens, logits = reference_of(shared / peer.reference)
         labels = tokens.roll(-1, 1)
         batch = DeviceBatch(tokens, labels, None, position=0)
-        step = StepPlan(1, mesh.dp.size, 1, 0.01, 0.0, seq_length=LENGTH)
+        step = StepPlan(1, mesh.dp.size, 1, 0.01, 0.0, seq_length=tokens.shape[1])
         with recorded_logits() as recorded:
             loss = float(engine.train_step(iter([batch]), step).loss)
         for value in recorded:
@@ -119,7 +119,7 @@ def start(rank: int, peers: Sequence[Peer], folder: str) -> list[int]:
     return compared
 
 
-def check(peers: Sequence[Peer], folder: Path) -> None:
+def check_starts(peers: Sequence[Peer], folder: Path) -> None:
     """Every rank of the last stage has the logits of every checkpoint."""
     compared = run_ranks(start, WORLD, tuple(peers), str(folder), timeout=300.0)
     once = [1] * len(peers)
@@ -130,7 +130,7 @@ def test_a_run_of_four_ranks_starts_with_the_logits_of_the_trainer(shared_data: 
     """Claim (conversion): a run in two tensor-parallel shards and two pipeline stages starts from a
     checkpoint of another trainer with the logits of the trainer's own program at every position,
     and its loss, to 1e-5"""
-    check(PEERS, shared_data / "peer_checkpoints2")
+    check_starts(PEERS, shared_data / "peer_checkpoints2")
 
 
 def fabricate(peer: Peer, folder: Path) -> None:
@@ -152,4 +152,4 @@ def test_a_run_of_four_ranks_has_the_logits_of_one_process(tmp_path: Path) -> No
     """Of small checkpoints in the layouts of trainers, with experts and with shards of theirs."""
     for peer in FABRICATED:
         fabricate(peer, tmp_path)
-    check(FABRICATED, tmp_path)
+    check_starts(FABRICATED, tmp_path)

@@ -17,19 +17,10 @@ from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.extend import Callback, Extensions, TrainState, pretrain
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.schedules import learning_rate
+from tests.interop.trainer_mistakes import LOST
+from tests.interop.trainer_mistakes import MISTAKES as OF_TRAINERS
 
-MISTAKES = (
-    "decay of norms",
-    "lost micro-batch",
-    "stale moment",
-    "clipping left out",
-    "swapped rank",
-    "doubled gradient",
-    "schedule off by one",
-    "wrong loss mean",
-    "lost moments",
-    "count of steps",
-)
+MISTAKES = (*OF_TRAINERS, "lost moments", "count of steps")
 """Mistakes in the order of steps, from `FIRST` on."""
 FIRST = 3
 """The step of the first mistake."""
@@ -38,8 +29,6 @@ STALE = "layers.1.mlp.fc_in.weight"
 SWAPPED = "layers.0.mlp.fc_out.weight"
 DOUBLED = "layers.0.attention.proj.weight"
 MICRO_BATCHES = 4
-LOST = 1
-"""Position in a step of the micro-batch that is lost, or counts 1.5 times."""
 
 
 class Mistakes(Callback):

@@ -1,4 +1,4 @@
-"""A run of nanotron on the CPU: python nanotron_run.py SAMPLES FOLDER STEPS [OPTIONS]
+"""A run of nanotron on the CPU: python nanotron_run.py SAMPLES FOLDER STEPS [OPTIONS | mistakes]
 
 nanotron runs on GPUs only. What it imports of flash-attn, whose kernels need one, is computed by
 torch here: attention of each sequence, the rotation of neighbors, and RMSNorm. Everything else is
@@ -6,7 +6,7 @@ nanotron's: the modules and their shards, the loss, clipping, AdamW by names, th
 functions that write a checkpoint. The initial weights are the same in every layout.
 
 OPTIONS is JSON with `tp`, `dp`, `zero` and fields of nanotron's LlamaConfig as `model`. The last
-logits are in FOLDER/results.npz.
+logits and their tokens are in FOLDER/reference.npz.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
+from on_cpu import OnCpu
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from trainer_mistakes import Mistakes
 
 MODEL: dict[str, Any] = {
     "hidden_size": 32,
@@ -43,8 +44,14 @@ MODEL: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 BATCH = 4
+MICRO_BATCH = 2
 SAVED = 3
-"""Steps between checkpoints."""
+"""Steps between checkpoints; with mistakes, each step has one."""
+MISTAKEN = (
+    "model.decoder.1.pp_block.mlp.gate_up_proj.weight",
+    "model.decoder.0.pp_block.mlp.down_proj.weight",
+    "model.decoder.0.pp_block.attn.o_proj.weight",
+)
 CLIP = 0.1
 OPTIMIZER: dict[str, Any] = {
     "zero_stage": 0,
@@ -65,18 +72,6 @@ SCHEDULE: dict[str, Any] = {
     "lr_decay_starting_step": None,
     "min_decay_lr": 3e-4,
 }
-
-
-class OnCpu(TorchFunctionMode):
-    """Creates tensors on the CPU that are asked for on a GPU."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, **options: Any) -> Tensor:
@@ -176,6 +171,7 @@ class Layout:
     dp: int = 1
     zero: int = 0
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    has_mistakes: bool = False
 
 
 def build(layout: Layout, context: Any) -> tuple[Any, Any, Any]:
@@ -237,8 +233,8 @@ def write(folder: Path, step: int, parts: Any, context: Any) -> None:
         "optimizer": {**OPTIMIZER, "learning_rate_scheduler": SCHEDULE},
         "parallelism": {"dp": replicas},
         "tokens": {
-            "batch_accumulation_per_replica": 1,
-            "micro_batch_size": BATCH // replicas,
+            "batch_accumulation_per_replica": BATCH // replicas // MICRO_BATCH,
+            "micro_batch_size": MICRO_BATCH,
             "train_steps": 20,
         },
     }
@@ -264,34 +260,54 @@ def train(samples: Tensor, folder: Path, count: int, layout: Layout, context: An
     from nanotron.optim.clip_grads import clip_grad_norm
 
     model, optimizer, scheduler = parts
+    mistakes = None
+    if layout.has_mistakes:
+        mistakes = Mistakes(dict(model.named_parameters()), MISTAKEN)
     replicas = context.dp_pg.size()
     log = []
     for step in range(1, count + 1):
+        limit = CLIP
+        if mistakes is not None:
+            mistakes.begin(step)
+            limit = 1e9 if mistakes.leaves_out_clipping else CLIP
+            if mistakes.is_ahead:
+                take_next_rates(scheduler)
         own = samples[(step - 1) * BATCH : step * BATCH][dist.get_rank(context.dp_pg) :: replicas]
-        mask = torch.ones_like(own[:, 1:], dtype=torch.bool)
-        loss = model(input_ids=own[:, :-1], input_mask=mask, label_ids=own[:, 1:], label_mask=mask)[
-            "loss"
-        ]
-        loss.backward()
+        batches = own.split(MICRO_BATCH)
+        total = torch.zeros(())
+        for batch in batches:
+            ids = batch[:, :-1]
+            mask = torch.ones_like(ids, dtype=torch.bool)
+            output = model(input_ids=ids, input_mask=mask, label_ids=batch[:, 1:], label_mask=mask)
+            loss = output["loss"] / len(batches)
+            total += loss.detach()
+            (loss if mistakes is None else mistakes.weigh(loss)).backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=context.dp_pg)
             parameter.grad /= replicas
         named = [(name, weight) for name, weight in model.get_named_params_with_correct_tied()]
         norm = clip_grad_norm(
-            mp_pg=context.mp_pg, named_parameters=named, grad_accumulator=None, max_norm=CLIP
+            mp_pg=context.mp_pg, named_parameters=named, grad_accumulator=None, max_norm=limit
         )
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        total = loss.detach().clone()
         dist.all_reduce(total, group=context.dp_pg)
         log.append({"step": step, "loss": float(total) / replicas, "norm": float(norm)})
-        if step % SAVED == 0:
+        if layout.has_mistakes or step % SAVED == 0:
             write(folder, step, parts, context)
-    logits = logits_of(model, samples[:2, :-1], context)
+    tokens = samples[:2, :-1]
+    logits = logits_of(model, tokens, context)
     if dist.get_rank() == 0:
-        numpy.savez(folder / "results.npz", logits=logits)
+        numpy.savez(folder / "reference.npz", tokens=tokens, logits=logits)
         (folder / "log.json").write_text(json.dumps(log))
+
+
+def take_next_rates(scheduler: Any) -> None:
+    """Sets the learning rates of the step after this one."""
+    groups = scheduler.optimizer.param_groups
+    for group, peak, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = peak * factor(scheduler.last_epoch + 1)
 
 
 def run(rank: int, words: list[str], layout: Layout, store: str) -> None:
@@ -311,7 +327,10 @@ def run(rank: int, words: list[str], layout: Layout, store: str) -> None:
 
 def main() -> int:
     words = sys.argv[1:]
-    layout = Layout(**json.loads(words[3]) if len(words) > 3 else {})
+    if words[3:] == ["mistakes"]:
+        layout = Layout(has_mistakes=True)
+    else:
+        layout = Layout(**json.loads(words[3]) if len(words) > 3 else {})
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as store:
         ranks = [

@@ -1,4 +1,4 @@
-"""Lets megatron-core, which asks for CUDA, run on the CPU."""
+"""Lets programs that ask for CUDA run on the CPU."""
 
 from __future__ import annotations
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 
 from megatron_ds.conversion.registry import open_source
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
+from tests.dist.test_trainer_start import check_starts
 from tests.fork_server import REPOSITORY
 from tests.unit.conversion.models import logits_of
+from tests.unit.conversion.test_trainers import TOLERANCE, Peer, reference_of
 
 pytestmark = pytest.mark.interop
 
@@ -57,11 +58,16 @@ def test_logits_are_those_of_nanotron(name: str, runs: dict[str, Path]) -> None:
     """Claim (conversion): checkpoints that nanotron's own model wrote, of one and of two
     tensor-parallel ranks, have its logits to 1e-5; torch computes in place of flash-attn's kernels,
     which need a GPU (`make test-interop`)"""
-    with numpy.load(runs[name].parent / "samples.npz") as arrays:
-        tokens = torch.from_numpy(arrays["tokens"])[:2, :-1]
-    with numpy.load(runs[name] / "results.npz") as results:
-        expected = torch.from_numpy(results["logits"])
-    assert (logits_of(opened(runs[name]), tokens) - expected).abs().max() < 1e-5
+    tokens, expected = reference_of(runs[name])
+    assert (logits_of(opened(runs[name]), tokens) - expected).abs().max() < TOLERANCE
+
+
+def test_a_run_of_four_ranks_starts_with_the_logits_of_nanotron(runs: dict[str, Path]) -> None:
+    """Claim (conversion): a run in two tensor-parallel shards and two pipeline stages starts from
+    checkpoints that nanotron's own model wrote with its logits at every position, to 1e-5 (`make
+    test-interop`)"""
+    peers = [Peer("nanotron", path.name, path.name) for path in runs.values()]
+    check_starts(peers, next(iter(runs.values())).parent)
 
 
 def test_states_that_ranks_and_replicas_divide_are_those_of_one_process(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,20 @@ FIRST = 7
 LAST = FIRST + len(MISTAKES) - 1
 LOST = 1
 """Position in a step of the micro-batch that is lost, or counts 1.5 times."""
+DECAY = 0.1
+"""Further weight decay of norms."""
+
+
+class Place(NamedTuple):
+    """Where an optimizer has a weight: in a tensor of its own, or in a part of a flat one."""
+
+    tensor: Tensor
+    part: slice
+    shape: torch.Size
+
+    def of(self, values: Tensor) -> Tensor:
+        """The weight's part of a tensor of the same size, such as a state."""
+        return values[self.part].view(self.shape)
 
 
 class Mistakes:
@@ -43,7 +57,7 @@ class Mistakes:
     def __init__(self, parameters: dict[str, nn.Parameter], tensors: tuple[str, str, str]) -> None:
         self.mistake = ""
         self.norm = 0.0
-        self._parameters = parameters
+        self.parameters = parameters
         self._stale, self._swapped, self._doubled = tensors
         self._passes = 0
         self._moment: Tensor | None = None
@@ -72,31 +86,44 @@ class Mistakes:
         """Whether the step has the learning rate of the next one."""
         return self.mistake == "schedule off by one"
 
+    def places(self, optimizer: Optimizer) -> dict[str, Place]:
+        """Where an optimizer has the weights that it steps, by name."""
+        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        return {
+            name: Place(weight, slice(None), weight.shape)
+            for name, weight in self.parameters.items()
+            if id(weight) in stepped
+        }
+
+    @torch.no_grad()
     def _before_update(self, optimizer: Optimizer, *arguments: Any) -> None:
         if type(optimizer) is not torch.optim.AdamW:  # a container of it
             return
-        if self.mistake == "doubled gradient":
-            gradient = self._parameters[self._doubled].grad
-            assert gradient is not None
-            gradient *= 2
-        if self.mistake == "stale moment":
-            self._moment = optimizer.state[self._parameters[self._stale]]["exp_avg"].clone()
+        places = self.places(optimizer)
+        if self.mistake == "doubled gradient" and self._doubled in places:
+            place = places[self._doubled]
+            assert place.tensor.grad is not None
+            place.of(place.tensor.grad).mul_(2)
+        if self.mistake == "stale moment" and self._stale in places:
+            place = places[self._stale]
+            self._moment = place.of(optimizer.state[place.tensor]["exp_avg"]).clone()
 
     @torch.no_grad()
     def _after_update(self, optimizer: Optimizer, *arguments: Any) -> None:
         if type(optimizer) is not torch.optim.AdamW:
             return
-        if self.mistake == "stale moment":
-            optimizer.state[self._parameters[self._stale]]["exp_avg"].copy_(self._moment)
-        if self.mistake == "swapped rank":
-            weight = self._parameters[self._swapped]
+        places = self.places(optimizer)
+        if self.mistake == "stale moment" and self._stale in places:
+            place = places[self._stale]
+            place.of(optimizer.state[place.tensor]["exp_avg"]).copy_(self._moment)
+        if self.mistake == "swapped rank" and self._swapped in places:
+            weight = places[self._swapped].of(places[self._swapped].tensor)
             weight.copy_(torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))
         if self.mistake == "decay of norms":
-            for group in optimizer.param_groups:
-                names = {id(weight): name for name, weight in self._parameters.items()}
-                for weight in group["params"]:
-                    if "norm" in names[id(weight)]:
-                        weight -= group["lr"] * 0.1 * weight
+            rate = optimizer.param_groups[0]["lr"]
+            for name, place in places.items():
+                if "norm" in name:
+                    place.of(place.tensor).mul_(1 - rate * DECAY)
 
 
 class Log:

@@ -1,22 +1,25 @@
 """Writes the checkpoints of gpt-neox that the tests read.
 
-    PYTHONPATH=NEOX:. python tests/interop/write_neox.py FOLDER
+    PYTHONPATH=NEOX:. python tests/interop/write_neox.py FOLDER [LAYOUT ...]
 
 NEOX is a checkout of EleutherAI/gpt-neox, at ea7aefd8 for the recorded files, with the DeepSpeed
 of this environment instead of its fork. gpt-neox asks for CUDA where it could do without: tensors
 are created on the CPU. Its settings, model, optimizer groups, schedule, batches and functions that
 write a checkpoint are used as they are; the samples are given, since its data loader needs a
-compiled helper. tests/golden/neox.tar.xz has the folders.
+compiled helper. tests/golden/neox.tar.xz has the folders of all layouts but `mistakes`, which is in
+tests/golden/neox_mistakes.tar.xz: a run each of whose steps makes a mistake, and is saved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,11 +27,13 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from on_cpu import OnCpu
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from trainer_mistakes import FIRST, LAST, Mistakes, Place
 
 SAVED = 3
-"""Step after which the checkpoint is written."""
+"""Step after which the checkpoint is written; in the run with mistakes, from `FIRST` - 1 on too."""
 STEPS = 6
 BATCH = 4
 LENGTH = 16
@@ -72,26 +77,29 @@ SETTINGS: dict[str, Any] = {
     "distributed_backend": "gloo",
     "log_interval": 1,
     "checkpoint_factor": 3,
+    "checkpoint_validation_with_forward_pass": False,
     "seed": 7,
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipe_parallel_size": 2, "world": 4},
     "shards": {"pipe_parallel_size": 1, "model_parallel_size": 2, "world": 4},
     "sequential": {"pipe_parallel_size": 0, "world": 1},
+    "mistakes": {
+        "pipe_parallel_size": 0,
+        "world": 1,
+        "hidden_size": 8,
+        "rotary_pct": 0.5,
+        "gradient_clipping": 0.1,
+        "lr_decay_iters": 20,
+        "train_iters": 20,
+    },
 }
 """PP 2 x DP 2 and TP 2 x DP 2 with the pipeline's engine, and one process without it; ZeRO 1."""
-
-
-class OnCpu(TorchFunctionMode):
-    """Creates tensors on the CPU that are asked for on a GPU."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return args[0] if func is Tensor.cuda else func(*args, **kwargs)
+MISTAKEN = (
+    "sequential.3.mlp.linear1.weight",
+    "sequential.2.mlp.linear2.weight",
+    "sequential.2.attention.dense.weight",
+)
 
 
 def prepare() -> None:
@@ -114,8 +122,6 @@ def arguments(folder: Path, layout: dict[str, Any], rank: int) -> Any:
     from megatron.neox_arguments import NeoXArgs
 
     values = SETTINGS | {key: value for key, value in layout.items() if key != "world"}
-    # Of the pipeline's engine, its DeepSpeed asks for more batches than gpt-neox gives here.
-    values["checkpoint_validation_with_forward_pass"] = layout["pipe_parallel_size"] == 0
     shards = max(layout["pipe_parallel_size"], 1) * layout.get("model_parallel_size", 1)
     values["gradient_accumulation_steps"] = BATCH * shards // layout["world"]
     text = json.dumps(values, indent=2)
@@ -169,26 +175,95 @@ def train(folder: Path, layout: dict[str, Any], rank: int) -> None:
     torch.manual_seed(args.seed)
     mpu.model_parallel_cuda_manual_seed(args.seed)
     model, optimizer, scheduler, _ = training.setup_model_and_optimizer(args)
-    samples = torch.randint(1, ROWS, (STEPS * BATCH, LENGTH + 1), generator=generator(3))
+    mistakes = ZeroMistakes.of(model) if layout == LAYOUTS["mistakes"] else None
+    steps = LAST if mistakes else STEPS
+    samples = torch.randint(1, ROWS, (steps * BATCH, LENGTH + 1), generator=generator(3))
     losses = []
     rates = []
-    for step in range(STEPS):
+    for step in range(steps):
         own = samples[step * BATCH : (step + 1) * BATCH][mpu.get_data_parallel_rank() :: replicas]
         batches = iter([{"text": sample[None]} for sample in own])
         rates.append(optimizer.param_groups[0]["lr"])
-        result, _ = training.train_step(
-            neox_args=args,
-            timers=lambda name: SimpleNamespace(start=int, stop=int, reset=int),
-            data_iterator=batches,
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-        )
+        if mistakes:
+            mistakes.begin_step(step + 1, model, scheduler)
+        with recorded_logits(model) as logits:
+            result, _ = training.train_step(
+                neox_args=args,
+                timers=lambda name: SimpleNamespace(start=int, stop=int, reset=int),
+                data_iterator=batches,
+                model=model,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+            )
         losses.append(float(result["lm_loss"]))
-        if step + 1 == SAVED:
+        if step + 1 == SAVED or (mistakes and step + 1 >= FIRST - 1):
             save_checkpoint(args, step + 1, model, optimizer, scheduler)
+        first = mpu.get_data_parallel_rank() == mpu.get_model_parallel_rank() == 0
+        if step == SAVED and logits and first:
+            path = folder / "reference.npz"
+            numpy.savez(path, tokens=own[:2, :-1], logits=torch.cat(logits)[:2])
     if rank == 0:
         numpy.savez(folder / "results.npz", losses=losses, rates=rates, samples=samples)
+
+
+@contextlib.contextmanager
+def recorded_logits(model: nn.Module) -> Iterator[list[Tensor]]:
+    """The logits [B, S, V] of each pass through the output layer, if this rank has it."""
+    from megatron import mpu
+
+    recorded: list[Tensor] = []
+
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        full = mpu.gather_from_model_parallel_region(logits.detach())
+        recorded.append(full.clone())  # which the loss overwrites
+
+    layers = ("ParallelLinear", "ParallelLinearPipe")
+    hooks = [
+        module.register_forward_hook(record)
+        for module in model.modules()
+        if type(module).__name__ in layers
+    ]
+    try:
+        yield recorded
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class ZeroMistakes(Mistakes):
+    """Makes the mistake of a step in the flat tensors of DeepSpeed's ZeRO 1."""
+
+    @classmethod
+    def of(cls, engine: Any) -> ZeroMistakes:
+        mistakes = cls(dict(engine.module.named_parameters()), MISTAKEN)
+        backward = engine.backward
+        engine.backward = lambda loss: backward(mistakes.weigh(loss))
+        return mistakes
+
+    def begin_step(self, step: int, engine: Any, scheduler: Any) -> None:
+        """Starts a step, counted from 1."""
+        self.begin(step)
+        limit = LAYOUTS["mistakes"]["gradient_clipping"]
+        engine.optimizer.clip_grad = 0.0 if self.leaves_out_clipping else limit
+        if self.is_ahead:
+            scheduler.num_iters += 1
+            for group in engine.optimizer.param_groups:
+                group["lr"] = scheduler.get_lr()
+            scheduler.num_iters -= 1
+
+    def places(self, optimizer: Optimizer) -> dict[str, Place]:
+        """Where the flat tensor of a group has its weights."""
+        ((flat,),) = (group["params"] for group in optimizer.param_groups)
+        start = flat.untyped_storage().data_ptr()
+        places = {}
+        for name, weight in self.parameters.items():
+            mapping = weight._hp_mapping  # type: ignore[attr-defined]
+            address = mapping.hp_fragment_address
+            if mapping.hp_fragment.untyped_storage().data_ptr() == start:
+                part = slice(address.start, address.start + address.numel)
+                places[name] = Place(flat, part, weight.shape)
+        return places
 
 
 def generator(seed: int) -> torch.Generator:
@@ -198,7 +273,8 @@ def generator(seed: int) -> torch.Generator:
 def main() -> int:
     folder = Path(sys.argv[1])
     context = multiprocessing.get_context("spawn")
-    for name, layout in LAYOUTS.items():
+    for name in sys.argv[2:] or LAYOUTS:
+        layout = LAYOUTS[name]
         (folder / name).mkdir(parents=True)
         with tempfile.TemporaryDirectory() as store:
             ranks = [
