@@ -1,24 +1,24 @@
-"""A run of OLMo-core on the CPU: python olmo_core_run.py SAMPLES FOLDER STEPS [mistakes]
+"""A run of OLMo-core on the CPU: python olmo_core_run.py SAMPLES FOLDER STEPS [mistakes | MODEL]
 
+MODEL is `experts`, which has losses of the router, or `bias`, by which experts are selected.
 Everything is OLMo-core's, its trainer included, but the data loader, which gives these samples with
 a label for the last token.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import numpy
 import torch
 from trainer_mistakes import Log, Mistakes
+from trainer_models import import_olmo_core, olmo_core_model
 
-CACHED_PATH = ("cached_path", "cached_path.schemes", "cached_path.schemes.scheme_client")
 MICRO_BATCH = 2
 GLOBAL_BATCH = 4
 MISTAKEN = (
@@ -28,9 +28,23 @@ MISTAKEN = (
 )
 
 
-def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
-    for name in CACHED_PATH:  # downloads, for which it needs the clients of stores
-        sys.modules[name] = MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
+def model_of(name: str) -> Any:
+    """The settings of a model."""
+    if name not in ("experts", "bias"):
+        from olmo_core.nn.transformer import TransformerConfig
+
+        return TransformerConfig.llama_like(
+            d_model=32, vocab_size=128, n_layers=2, n_heads=4, n_kv_heads=2, rope_theta=500000
+        )
+    config = olmo_core_model({"experts": "normalized", "bias": "sigmoid"}[name])
+    experts = config.block.feed_forward_moe
+    experts.lb_loss_weight = 0.05 if name == "experts" else None
+    experts.z_loss_weight = 0.01
+    return config
+
+
+def train(samples: Path, folder: Path, steps: int, name: str) -> None:
+    import_olmo_core()
     from olmo_core.config import Config
     from olmo_core.data import NumpyDataLoaderConfig
     from olmo_core.data.collator import DataCollator
@@ -41,6 +55,7 @@ def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
     from olmo_core.train.callbacks import Callback, CheckpointerCallback, ConfigSaverCallback
     from olmo_core.train.train_module import TransformerTrainModuleConfig
 
+    with_mistakes = name == "mistakes"
     tokens = torch.from_numpy(numpy.load(samples)["tokens"]).long()
     length = tokens.shape[1] - 1
 
@@ -80,9 +95,7 @@ def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
 
     overrides = [OptimGroupOverride(params=["embeddings.weight"], opts={"weight_decay": 0.0})]
     experiment = Experiment(
-        model=TransformerConfig.llama_like(
-            d_model=32, vocab_size=128, n_layers=2, n_heads=4, n_kv_heads=2, rope_theta=500000
-        ),
+        model=model_of(name),
         train_module=TransformerTrainModuleConfig(
             rank_microbatch_size=MICRO_BATCH * length,
             max_sequence_length=length,
@@ -166,4 +179,4 @@ def _add_mistakes(trainer: Any) -> None:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), "mistakes" in sys.argv[4:])
+    train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:]))

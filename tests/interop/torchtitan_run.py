@@ -1,13 +1,14 @@
-"""A run of torchtitan on the CPU: python torchtitan_run.py SAMPLES FOLDER STEPS [mistakes]
+"""A run of torchtitan on the CPU: python torchtitan_run.py SAMPLES FOLDER STEPS [MODE]
 
-Of torchtitan are the model, the train step, the loss, the optimizers, the schedulers, the data
-loader, and the checkpoints. Its `Trainer` is constructed otherwise, because it asks for a GPU and a
+MODE is `mistakes`, or `experts`: Qwen 3 with a bias of the selection, computed in fp32. Of
+torchtitan are the model, the train step, the loss, the optimizers, the schedulers, the data loader,
+and the checkpoints. Its `Trainer` is constructed otherwise, because it asks for a GPU and a
 tokenizer, and attention is torch's without the masks of documents.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from trainer_mistakes import Log, Mistakes
+from trainer_models import InFp32, import_torchtitan, llama_model, qwen_model
 
-KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
-VOCABULARY = 128
-WIDTH = 32
-HEADS = 4
 MICRO_BATCH = 2
 ACCUMULATED = 2
 MISTAKEN = (
@@ -34,20 +32,22 @@ MISTAKEN = (
 )
 
 
-def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
-    sys.modules[KERNELS] = MagicMock(__spec__=importlib.machinery.ModuleSpec(KERNELS, None))
+def train(samples: Path, folder: Path, steps: int, name: str) -> None:
+    has_experts = name == "experts"
+    with_mistakes = name == "mistakes"
+    import_torchtitan()
     from torchtitan import trainer as trainer_module
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.components.optimizer import (
+        LRSchedulersContainer,
+        default_adamw,
+        register_moe_load_balancing_hook,
+    )
     from torchtitan.config.configs import ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
-    from torchtitan.models import llama3
-    from torchtitan.models.common import Embedding, Linear, RMSNorm
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.common.rope import ComplexRoPE
 
     tokens = torch.from_numpy(numpy.load(samples)["tokens"]).long()
 
@@ -55,37 +55,6 @@ def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
         def __iter__(self) -> Iterator[Any]:
             for sample in tokens:
                 yield {"input": sample[:-1]}, sample[1:]
-
-    def model_config() -> Any:
-        attention = patch.object(
-            llama3, "get_attention_config", lambda name: ScaledDotProductAttention.Config()
-        )
-        rope = ComplexRoPE.Config(dim=WIDTH // HEADS, max_seq_len=64, theta=500000)
-        with attention:
-            layers = llama3._build_llama3_layers(
-                n_layers=2,
-                dim=WIDTH,
-                n_heads=HEADS,
-                n_kv_heads=2,
-                hidden_dim=48,
-                rope=rope,
-                attn_backend="sdpa",
-            )
-        output = Linear.Config(
-            in_features=WIDTH,
-            out_features=VOCABULARY,
-            param_init=llama3._output_linear_init(WIDTH),
-        )
-        return llama3.Llama3Model.Config(
-            dim=WIDTH,
-            vocab_size=VOCABULARY,
-            tok_embeddings=Embedding.Config(
-                num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT
-            ),
-            norm=RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT),
-            lm_head=output,
-            layers=layers,
-        )
 
     log = Log()
 
@@ -105,7 +74,7 @@ def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
                 dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=1
             )
             dist_utils.set_spmd_backend(parallelism.spmd_backend)
-            self.model_config = model_config()
+            self.model_config = qwen_model("sigmoid") if has_experts else llama_model(500000)
             model = self.model_config.build()
             torch.manual_seed(1)
             model.init_weights(buffer_device=None)
@@ -119,6 +88,7 @@ def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
             optimizer = default_adamw(lr=3e-3)
             optimizer.implementation = "for-loop"
             self.optimizers = optimizer.build(model_parts=self.model_parts)
+            register_moe_load_balancing_hook(self.optimizers, self.model_parts, self.parallel_dims)
             schedule = LRSchedulersContainer.Config(warmup_steps=2, decay_type="cosine")
             self.lr_schedulers = schedule.build(optimizers=self.optimizers, training_steps=20)
             self.metrics_processor = MagicMock()
@@ -158,10 +128,11 @@ def train(samples: Path, folder: Path, steps: int, with_mistakes: bool) -> None:
     if with_mistakes:
         _add_mistakes(trainer, dist_utils)
     batches = trainer.batch_generator(trainer.dataloader)
-    while trainer.should_continue_training():
-        trainer.step += 1
-        trainer.train_step(batches)
-        trainer.checkpointer.save(trainer.step)
+    with InFp32() if has_experts else contextlib.nullcontext():
+        while trainer.should_continue_training():
+            trainer.step += 1
+            trainer.train_step(batches)
+            trainer.checkpointer.save(trainer.step)
     log.write(folder / "log.json")
 
 
@@ -195,5 +166,5 @@ def _add_mistakes(trainer: Any, dist_utils: Any) -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), "mistakes" in sys.argv[4:])
+    train(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:]))
     dist.destroy_process_group()

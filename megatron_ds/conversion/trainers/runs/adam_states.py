@@ -25,12 +25,12 @@ from megatron_ds.conversion.source import (
 from megatron_ds.conversion.step_settings import StepSettings
 from megatron_ds.conversion.trainers.layout import Layout, Piece, TrainerNames, joined, layout_of
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
+from megatron_ds.model.declaration.architecture import is_state
+from megatron_ds.parallel.weights import Weight
 
 STEP = "step"
 SHOWN = 3
 """Names of weights in a message."""
-OF_EXPERTS = "the losses and the states of its experts are not taken over"
-"""Why a run with experts is not continued."""
 UNSUPPORTED = ("amsgrad", "maximize")
 """Settings of torch's Adam that change its steps."""
 
@@ -79,12 +79,16 @@ def adam_of_run(
         UserError: If states are missing, unknown, of another shape or optimizer, or contradict each
             other.
     """
-    layout = layout_of(settings, names)
+    weights = declared_weights(settings.model, settings.moe)
+    layout = {
+        name: pieces
+        for name, pieces in layout_of(settings, names).items()
+        if not is_state(weights[name])
+    }
     if not settings.model.untie_embeddings_and_output_weights:
         theirs = _tied(theirs, names)
     _check_states(path, layout, theirs)
-    weights = declared_weights(settings.model, settings.moe)
-    _check_shapes(layout, settings, theirs)
+    _check_shapes(layout, weights, theirs)
     moments: dict[str, TensorReaders] = {}
     for key in MOMENTS:
         moments[key] = {
@@ -163,11 +167,12 @@ def _check_states(path: Path, layout: Layout, theirs: TheirAdam) -> None:
     raise_if_any(problems)
 
 
-def _check_shapes(layout: Layout, settings: ModelSettings, theirs: TheirAdam) -> None:
+def _check_shapes(layout: Layout, weights: Mapping[str, Weight], theirs: TheirAdam) -> None:
     """Checks the shapes of moments."""
     problems = []
-    for name, weight in declared_weights(settings.model, settings.moe).items():
-        for piece in layout[name]:
+    for name, pieces in layout.items():
+        weight = weights[name]
+        for piece in pieces:
             inner = weight.shape[2:] if weight.is_stacked else weight.shape[1:]
             expected = [piece.rows, *inner]
             if piece.expert is not None:

@@ -17,20 +17,27 @@ from typing import Any
 
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.dcp.read import DcpFolder
-from megatron_ds.conversion.model_settings import malformed_values
+from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
 from megatron_ds.conversion.safe_unpickle import read_foreign
 from megatron_ds.conversion.source import ReadOptions, SavedRun, SourceCheckpoint
 from megatron_ds.conversion.step_settings import StepSettings
 from megatron_ds.conversion.trainers.layout import TrainerNames
+from megatron_ds.conversion.trainers.olmo_core_experts import (
+    BALANCED,
+    StepsOfExperts,
+    expert_matrices,
+    steps_of_experts,
+)
 from megatron_ds.conversion.trainers.open_model import file_in
 from megatron_ds.conversion.trainers.runs.adam_states import (
-    OF_EXPERTS,
     AdamOfRun,
+    TheirAdam,
     adam_of_run,
     with_run,
 )
 from megatron_ds.conversion.trainers.runs.distributed_adam import read_adam
 from megatron_ds.conversion.trainers.runs.olmo_schedules import Schedule, schedule_of
+from megatron_ds.engine.states.state_reader import TensorReader
 
 OPTIMIZER = "optim"
 TRAIN = "train/rank0.pt"
@@ -72,8 +79,10 @@ def with_olmo_core_run(
     with malformed_values(path / "config.json"):
         module = recorded.get("train_module") or {}
         _check_optimizer(path, module.get("optim") or {})
-    has_experts = source.settings.moe.is_used
-    theirs = read_adam(folder, OPTIMIZER) if options.optimizer and not has_experts else None
+        experts = _steps_of_experts(source.settings, recorded, module)
+    theirs = read_adam(folder, OPTIMIZER) if options.optimizer and not experts.lacking else None
+    if theirs is not None:
+        theirs = _with_matrices(theirs, source.settings)
     if not (path / TRAIN).is_file():
         if theirs is None:
             return source
@@ -90,7 +99,7 @@ def with_olmo_core_run(
     samples = tokens // length
     if theirs is None:
         run = SavedRun(step, samples, None, None, None, settings=StepSettings(data=DATA))
-        return dataclasses.replace(source, run=run, unread=OF_EXPERTS if has_experts else WITHOUT)
+        return dataclasses.replace(source, run=run, unread=experts.lacking or WITHOUT)
     adam = adam_of_run(path, source.settings, names, theirs)
     _check_steps(path, adam, step)
     with malformed_values(path / "config.json"):
@@ -98,9 +107,38 @@ def with_olmo_core_run(
             module.get("scheduler"), adam.settings.options.get("lr", 0.0), last, step, tokens
         )
         settings = _settings(adam, module, recorded, schedule, step, length)
+        options_of_steps = {**settings.options, **experts.options}
+        settings = dataclasses.replace(settings, options=options_of_steps)
     run = SavedRun(step, samples, None, adam.steps, None, settings=settings)
     source = with_run(source, adam, run)
     return dataclasses.replace(source, notes=(*source.notes, *_notes(path, module)))
+
+
+def _steps_of_experts(
+    settings: ModelSettings, recorded: Mapping[str, Any], module: Mapping[str, Any]
+) -> StepsOfExperts:
+    """The options of the steps of experts; of a loss that balances micro-batches, also their size.
+
+    Raises:
+        KeyError, TypeError, ValueError: If the recorded values are malformed.
+    """
+    if not settings.moe.is_used:
+        return StepsOfExperts({})
+    steps = steps_of_experts(recorded["model"])
+    tokens = module.get("rank_microbatch_size")
+    if tokens and steps.options.get("moe_router_load_balancing_type") == BALANCED["local_batch"]:
+        size = int(tokens) // int(settings.model.seq_length)
+        return steps._replace(options={**steps.options, "micro_batch_size": size})
+    return steps
+
+
+def _with_matrices(theirs: TheirAdam, settings: ModelSettings) -> TheirAdam:
+    """The states with those of experts as a matrix for each expert."""
+    states: dict[str, dict[str, TensorReader]] = {}
+    for name, values in theirs.states.items():
+        shaped = {key: expert_matrices({name: tensor}, settings) for key, tensor in values.items()}
+        states[name] = {key: tensors[name] for key, tensors in shaped.items()}
+    return dataclasses.replace(theirs, states=states)
 
 
 def _check_optimizer(path: Path, optimizer: Mapping[str, Any]) -> None:

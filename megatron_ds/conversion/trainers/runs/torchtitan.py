@@ -9,7 +9,9 @@ The rate `lr` is that of the next step. No file has the schedule, the clipping o
 `ntokens_seen` counts the tokens of one data-parallel rank. What a data loader saves is pickled, and
 its order is that of the data set. Weights of queries, keys and values are saved as three, but their
 states as those of the one parameter `wqkv`, which has the rows of a group of queries, then those of
-its key and its value. Facts: torchtitan 0.3.0, `trainer.py`, `components/optimizer`,
+its key and its value. Experts have no losses, but a bias of the selection, which each step changes
+by `load_balance_coeff`, which no file has, and then by its mean, which selects the same experts.
+Facts: torchtitan 0.3.0, `trainer.py`, `components/optimizer`,
 `models/common/attention.py`.
 """
 
@@ -26,7 +28,6 @@ from megatron_ds.conversion.source import ReadOptions, SavedRun, SourceCheckpoin
 from megatron_ds.conversion.step_settings import StepSettings
 from megatron_ds.conversion.trainers.layout import TrainerNames
 from megatron_ds.conversion.trainers.runs.adam_states import (
-    OF_EXPERTS,
     AdamOfRun,
     TheirAdam,
     adam_of_run,
@@ -66,24 +67,32 @@ def with_torchtitan_run(
         step = None if step is None else int(step)
         tokens = int(tokens or 0) or None
     settings = StepSettings(tokens_of_rank=tokens, data=DATA)
-    has_experts = source.settings.moe.is_used
-    theirs = read_adam(folder, OPTIMIZER) if options.optimizer and not has_experts else None
+    theirs = read_adam(folder, OPTIMIZER) if options.optimizer else None
     if theirs is None:
         if step is None:
             return source
         run = SavedRun(step, None, None, None, None, settings=settings)
-        return dataclasses.replace(source, run=run, unread=OF_EXPERTS if has_experts else UNREAD)
+        return dataclasses.replace(source, run=run, unread=UNREAD)
     adam = adam_of_run(source.path, source.settings, names, _split(theirs, source.settings))
     step = adam.steps if step is None else step
-    settings = _settings(adam, settings, step)
+    settings = _settings(adam, settings, step, has_experts=source.settings.moe.is_used)
     run = SavedRun(step, None, None, adam.steps, None, settings=settings)
     return with_run(source, adam, run)
 
 
-def _settings(adam: AdamOfRun, settings: StepSettings, step: int) -> StepSettings:
+def _settings(
+    adam: AdamOfRun, settings: StepSettings, step: int, *, has_experts: bool
+) -> StepSettings:
+    options = dict(adam.settings.options)
+    if has_experts:
+        options |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}
     rates = {} if adam.rate is None else {step + 1: adam.rate}
     return dataclasses.replace(
-        adam.settings, rates=rates, tokens_of_rank=settings.tokens_of_rank, data=settings.data
+        adam.settings,
+        options=options,
+        rates=rates,
+        tokens_of_rank=settings.tokens_of_rank,
+        data=settings.data,
     )
 
 
