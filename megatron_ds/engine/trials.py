@@ -37,6 +37,7 @@ from megatron_ds.model.kernels.compilation import compile_layers, use_eager, use
 from megatron_ds.model.kernels.compiled_layers import try_layers, whole
 from megatron_ds.model.kernels.elementwise import Elementwise, compile_elementwise
 from megatron_ds.model.kernels.half_products import replace_slow_products
+from megatron_ds.parallel.fp8.grouped import has_grouped_kernel
 from megatron_ds.parallel.fp8.rounding import has_kernel, scalings_of
 from megatron_ds.parallel.mesh import Mesh
 
@@ -97,6 +98,9 @@ def fp8_products(trial: Trial) -> Iterator[Problem]:
     block = precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None
     scalings = scalings_of(by_row=by_row, block=block)
     is_half = trial.dtype is torch.bfloat16
+    if trial.config.moe.is_used and not has_grouped_kernel(trial.device):
+        yield Problem("fp8-without-kernel", device=trial.device.type)
+        return
     if not (is_half and all(has_kernel(trial.device, scaling) for scaling in scalings)):
         yield Problem("fp8-without-kernel", device=trial.device.type)
         return

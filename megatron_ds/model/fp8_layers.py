@@ -1,9 +1,9 @@
 """Selects the linear layers of a model that compute in fp8 in training.
 
-Those of attention and of dense feed-forward layers do, in the selected transformer layers, if they
-are large enough (`PrecisionConfig.rounds`). All else
-computes in the run's precision: embeddings, norms, the attention core, the layers of multi-token
-prediction and the output layer.
+Those of attention, of feed-forward layers and of experts do, in the selected transformer layers, if
+they are large enough (`PrecisionConfig.rounds`). All else computes in the run's precision:
+embeddings, norms, the attention core, routers, the layers of multi-token prediction and the output
+layer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.model.attention.self_attention import Attention
 from megatron_ds.model.block import Block
+from megatron_ds.model.experts.grouped import Experts
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.kernels.elementwise import TOLERANCE, largest_error
 from megatron_ds.model.mlp import MLP
+from megatron_ds.model.moe import MoE
+from megatron_ds.parallel.fp8.grouped import Fp8Experts
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe, RoundedWeights
 from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, round_both
 
@@ -92,7 +95,22 @@ def _round_products(block: Block, recipe: Fp8Recipe, precision: PrecisionConfig)
     attention = block.attention
     mlp = block.mlp
     assert type(attention) is Attention, "other attention is refused"
-    assert type(mlp) is MLP, "other feed-forward layers are refused"
-    for layer in (attention.qkv, attention.proj, mlp.fc_in, mlp.fc_out):
+    linear = [attention.qkv, attention.proj]
+    dense: nn.Module | None = mlp
+    if isinstance(mlp, MoE):
+        dense = mlp.shared
+        _round_experts(mlp.experts, recipe, precision)
+    if dense is not None:
+        assert type(dense) is MLP, "other feed-forward layers are refused"
+        linear += [dense.fc_in, dense.fc_out]
+    for layer in linear:
         if precision.rounds(*layer.full_shape):
             layer.training_product = Fp8Linear(recipe, layer.group, layer.sharded_dim)
+
+
+def _round_experts(experts: Experts, recipe: Fp8Recipe, precision: PrecisionConfig) -> None:
+    for layer, sharded in ((experts.fc_in, 1), (experts.fc_out, 2)):
+        sizes = list(layer.shape)
+        sizes[sharded] *= experts.group.size
+        if precision.rounds(*sizes[1:]):
+            layer.training_product = Fp8Experts(recipe, experts.group, sharded)

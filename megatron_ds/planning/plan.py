@@ -288,7 +288,8 @@ def _compute_seconds(
     added += score_flops * (1 / hardware.attention - 1)
     added *= 0.0 if hardware.efficiency else 1 / model.num_layers
     matrices = [] if config.precision.name == "fp32" else fp8_matrices(config, spec.blocks)
-    saved_macs = sum(math.prod(w.shape) for w in matrices) * (1 - hardware.fp8_operations)
+    saved_macs = sum(_used(run, w) * math.prod(w.shape) for w in matrices)
+    saved_macs *= 1 - hardware.fp8_operations
     added -= passes * 6 * length * saved_macs / model.num_layers
     peak = hardware.tflops(config.precision.name) * 1e12
     share = hardware.efficiency or hardware.share
@@ -328,10 +329,17 @@ def _cast_seconds(run: PlannedRun, matrices: Sequence[Weight], hardware: Hardwar
     for weight in matrices:
         rows, columns = weight.shape[-2:]
         is_by_row = weight.shard is None or weight.shard.dim == weight.is_stacked
-        features += rows / tp_size + columns if is_by_row else rows + columns / tp_size
-        elements += rows * columns / tp_size
+        received = run.config.moe.moe_router_topk if weight.is_stacked else 1
+        sizes = (rows / tp_size, columns) if is_by_row else (rows, columns / tp_size)
+        features += received * sum(sizes)
+        elements += math.prod(weight.shape) / tp_size
     times = 1 if run.inputs.zero_stage == 3 else 1 / run.micro_batches
     return CAST_BYTES * (run.tokens * features + times * elements) / hardware.memory_rate
+
+
+def _used(run: PlannedRun, weight: Weight) -> float:
+    """The part of a weight that a token is multiplied by."""
+    return run.config.moe.moe_router_topk / weight.shape[0] if weight.is_stacked else 1.0
 
 
 def _busiest(run: PlannedRun) -> float:

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.parallel.collectives import sum_over_group
+from megatron_ds.parallel.collectives import copy_to_group, sum_over_group
+from megatron_ds.parallel.fp8.grouped import Fp8Experts
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
 from megatron_ds.parallel.fp8.rounding import E4M3, E5M2
 from megatron_ds.parallel.mesh import Group, Mesh
@@ -175,8 +176,73 @@ def check_shared_sequences(group: Group) -> None:
         assert torch.equal(sum_over_group(grad_weight, group), wanted[2]), (scales, gradients)
 
 
+EXPERTS = 2
+ROWS = 8
+"""Rows of each expert."""
+
+
+def computed_experts(
+    recipe: Fp8Recipe, group: Group, sharded: int, *operands: Tensor, grad: Tensor
+) -> list[Tensor]:
+    """Output and gradients of experts, each with as many rows."""
+    x, weight = (operand.detach().clone().requires_grad_() for operand in operands)
+    ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (len(x) // EXPERTS)
+    inputs = copy_to_group(x, group) if sharded == 1 else x
+    y = Fp8Experts(recipe, group, sharded)(inputs, weight, None, ends)
+    y.backward(grad)
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [y.detach(), x.grad, weight.grad]
+
+
+def check_experts(group: Group) -> None:
+    tokens = EXPERTS * ROWS
+    weight = torch.stack([draw(FEATURES, FEATURES, 3 + index, True) for index in range(EXPERTS)])
+    for gradients, sharded in itertools.product((E4M3, E5M2), (1, 2)):
+        recipe = Fp8Recipe(gradients, True, ALONE)
+        x = draw(tokens, FEATURES, 1, True)
+        grad = draw(tokens, FEATURES, 2, True)
+        full = weight.mT.contiguous() if sharded == 1 else weight
+        y, grad_x, grad_weight = computed_experts(recipe, ALONE, sharded, x, full, grad=grad)
+        shards = shard(full, sharded, group)
+        wanted = [y, grad_x, shard(grad_weight, sharded, group)]
+        if sharded == 1:
+            operands = x, shards
+            gradient = shard(grad, 1, group)
+            wanted[0] = shard(y, 1, group)
+        else:
+            operands = shard(x, 1, group), shards
+            gradient = grad
+            wanted[1] = shard(grad_x, 1, group)
+        found = computed_experts(recipe, group, sharded, *operands, grad=gradient)
+        for name, one, other in zip("yxw", found, wanted, strict=True):
+            assert torch.equal(one, other), (name, gradients, sharded)
+
+
+def check_experts_of_shared_sequences(group: Group) -> None:
+    def of_experts(seed: int) -> Tensor:
+        parts = [draw(FEATURES, ROWS, seed + index, True).t() for index in range(EXPERTS)]
+        return torch.stack(parts)
+
+    def part(tensor: Tensor) -> Tensor:
+        return shard(tensor.view(EXPERTS, ROWS, FEATURES), 1, group).flatten(0, 1)
+
+    weight = torch.stack([draw(FEATURES, FEATURES, 3 + index, True) for index in range(EXPERTS)])
+    for gradients in (E4M3, E5M2):
+        x, grad = (of_experts(seed).flatten(0, 1) for seed in (10, 20))
+        alone = Fp8Recipe(gradients, True, ALONE)
+        wanted = computed_experts(alone, ALONE, 1, x, weight, grad=grad)
+        recipe = Fp8Recipe(gradients, True, group)
+        found = computed_experts(recipe, ALONE, 1, part(x), weight, grad=part(grad))
+        assert torch.equal(found[0], part(wanted[0])), gradients
+        assert torch.equal(found[1], part(wanted[1])), gradients
+        assert torch.equal(sum_over_group(found[2], group), wanted[2]), gradients
+
+
 def check_layers(rank: int) -> None:
     group = Mesh.build(tp_size=2).tp
+    check_experts(group)
+    check_experts_of_shared_sequences(group)
     check_tensor_parallel_layers(group)
     check_shared_sequences(group)
 
@@ -184,7 +250,7 @@ def check_layers(rank: int) -> None:
 def test_layers_on_two_ranks_equal_one_process_bit_for_bit() -> None:
     """Claim (precision): linear layers in fp8 round the same numbers to the same ones on two
     tensor-parallel ranks, with `--sequence-parallel`, and on ranks that share sequences, bit for
-    bit"""
+    bit; so do experts"""
     run_ranks(check_layers, 2)
 
 

@@ -63,7 +63,7 @@ class PrecisionConfig:
     """Allow fp16 on a CPU, where it is slow."""
 
     fp8_format: str | None = option_field(None, choices=("e4m3", "hybrid"))
-    """Multiply in fp8 in the linear layers of attention and of dense feed-forward layers, in
+    """Multiply in fp8 in the linear layers of attention, of feed-forward layers and of experts, in
     training: with gradients in E4M3, or in E5M2 (hybrid)."""
     fp8_recipe: str | None = option_field(
         None, choices=("tensorwise", "rowwise", "blockwise"), only_with=FP8

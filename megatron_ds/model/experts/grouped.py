@@ -39,11 +39,11 @@ class Experts(nn.Module):
         self.activation = spec.model.activation_arguments
         self.elementwise = EAGER
 
-        def layer(name: str, reduce_over: Group | None = None) -> _StackedLinear:
+        def layer(name: str, reduce_over: Group | None = None) -> StackedLinear:
             weights = spec.layer(prefix, f"experts.{name}")
             groups = mesh.tp, init, mesh.ep
             parts = [declared_parameter(weight, *groups, is_whole=is_whole) for weight in weights]
-            return _StackedLinear(*parts, reduce_over=reduce_over)
+            return StackedLinear(*parts, reduce_over=reduce_over)
 
         self.fc_in = layer("fc_in")
         self.fc_out = layer("fc_out", reduce_over=self.group)
@@ -63,7 +63,11 @@ class Experts(nn.Module):
         return y_RH
 
 
-class _StackedLinear(nn.Module):
+TrainingProduct = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+"""The output of stacked layers, with what is reduced, for x, W, b and the ends of the rows."""
+
+
+class StackedLinear(nn.Module):
     """x W^T + b with a weight [e, out, in] and a bias [e, out] for each expert.
 
     Args:
@@ -73,6 +77,9 @@ class _StackedLinear(nn.Module):
             then complete before the router's weights are applied, and so is the gradient of these
             weights.
     """
+
+    training_product: TrainingProduct | None = None
+    """Computes the layers in training, in another number format."""
 
     def __init__(
         self,
@@ -89,6 +96,8 @@ class _StackedLinear(nn.Module):
         self.multiply: GroupedMatmul = grouped_matmul
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        if self.training and self.training_product is not None:
+            return self.training_product(x, self.weight, self.bias, ends)
         y: Tensor = _StackedMatmul.apply(x, self.weight, self.bias, ends, self)
         return y
 
@@ -174,7 +183,7 @@ class _StackedMatmul(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ends: Tensor,
-        layer: _StackedLinear,
+        layer: StackedLinear,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.multiply = layer.multiply
@@ -215,7 +224,7 @@ def try_grouped_matmuls(
     Returns:
         Why the kernel is not used, if there are experts that would use it.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, _StackedLinear)]
+    layers = [layer for layer in model.modules() if isinstance(layer, StackedLinear)]
     if is_host(device.type) or not layers:
         return None
     try:
@@ -240,7 +249,7 @@ def _matmul_error(shape: torch.Size, dtype: torch.dtype, device: torch.device) -
         torch.randn(size, generator=generator, device=device, dtype=dtype).requires_grad_()
         for size in ((rows, shape[2]), shape, shape[:2], (rows, shape[1]))
     )
-    layer = _StackedLinear(nn.Parameter(weight), nn.Parameter(bias))
+    layer = StackedLinear(nn.Parameter(weight), nn.Parameter(bias))
     results = []
     for layer.multiply in (grouped_matmul, loop_over_matmuls):
         y = layer(x, ends)

@@ -78,7 +78,7 @@ def round_matrix(
     for group in groups:
         if group.size > 1:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group.handle)
-    scale = _scale_of(amax, dtype)
+    scale = scale_of(amax, dtype)
     codes = (x.float() / scale).to(dtype)
     if dim == 0:
         return Rounded(codes.t().contiguous(), scale.t().contiguous() if by_row else scale)
@@ -100,7 +100,7 @@ def round_blocks(x: Tensor, dtype: torch.dtype, block: Block) -> Rounded:
     rows, columns = x.shape
     padded = F.pad(x, (0, -columns % block[1], 0, -rows % block[0]))
     blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    scale = power_of_two_above(_scale_of(blocks.abs().amax((1, 3)).float(), dtype))
+    scale = power_of_two_above(scale_of(blocks.abs().amax((1, 3)).float(), dtype))
     codes = (blocks.float() / scale[:, None, :, None]).to(dtype)
     codes = codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
     return Rounded(codes, scale, block)
@@ -146,7 +146,8 @@ def power_of_two_above(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), exponents.view(torch.float32), x)
 
 
-def _scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scales of ranges with these largest absolute values; see `round_matrix`."""
     scale = amax / torch.finfo(dtype).max
     return scale.masked_fill(scale < SMALLEST_SCALE, 1.0)
 

@@ -51,6 +51,17 @@ def test_layers_in_bf16_are_planned_as_such() -> None:
     assert planned(FP8).compute < small.compute < planned().compute
 
 
+def test_tokens_are_multiplied_by_the_experts_that_they_use() -> None:
+    experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 4096"
+    some, more = (
+        planned(f"{experts} {flags}").compute - planned(f"{experts} {flags} {FP8}").compute
+        for flags in ("", "--moe-router-topk 4")
+    )
+    assert 0 < some < more
+    weights = planned(f"{experts} {FP8}").memory.parts["loss"]["weights in fp8"]
+    assert weights == 2 * 4 * (4 * 2048**2 + 8 * 2 * 2048 * 4096)
+
+
 def test_devices_without_fp8_are_as_fast_as_with_bf16() -> None:
     a100 = dataclasses.replace(HARDWARE["a100"], kernels=1e-9)
     assert planned(FP8, hardware=a100).compute == planned(hardware=a100).compute
