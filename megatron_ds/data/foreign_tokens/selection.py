@@ -23,6 +23,14 @@ from megatron_ds.data.token_files.probed_files import LocalFiles, ProbedFile
 SPLIT_NAMES = re.compile(r"(?:^|[^a-z])(train|val|valid|validation|test)(?:[^a-z]|$)", re.I)
 
 PART_NAMES = re.compile(r"-(\d+)-of-(\d+)")
+STATE = "state.json"
+"""List of the files of a saved data set."""
+DESCRIBED = {
+    "datatrove": {".ds.index": ".ds"},
+    "olmo": {".csv.gz": ".npy"},
+    "arrow": {"dataset_info.json": STATE},
+}
+"""Suffixes of files by format, with that of the file which each belongs to."""
 
 
 class Selection(NamedTuple):
@@ -124,7 +132,13 @@ def _select_in_folder(folder: str, format: str) -> Selection:
     for path in (path for path in paths if path not in skipped):  # also what describes tokens
         with collect(problems):
             check_inside(path, folder)
-    raise_if_any((*problems, *_mixed_splits(folder, selected), *_missing_parts(folder, selected)))
+    problems += (
+        *_mixed_splits(folder, selected),
+        *_missing_parts(folder, selected),
+        *_missing_files(folder, names, format),
+        *_unread(skipped, selected, format),
+    )
+    raise_if_any(problems)
     return Selection(format, tuple(selected), tuple(skipped))
 
 
@@ -171,6 +185,25 @@ def _missing_parts(folder: str, paths: Iterable[str]) -> Iterator[Problem]:
         if missing and len(seen) < int(count):
             shown = f"{name}-{missing[0]:0{len(count)}}-of-{count}"
             yield Problem("foreign-part-missing", folder=folder, name=shown, count=len(missing))
+
+
+def _missing_files(folder: str, names: Sequence[str], format: str) -> Iterator[Problem]:
+    """The problems of files that others of the folder belong to, and that are not there."""
+    for suffix, described in DESCRIBED.get(format, {}).items():
+        for name in names:
+            file = name.removesuffix(suffix) + described
+            if name.endswith(suffix) and file not in names:
+                path = os.path.join(folder, file)
+                yield Problem("foreign-shard-missing", path=path, index=os.path.join(folder, name))
+
+
+def _unread(skipped: Iterable[str], selected: Sequence[str], format: str) -> Iterator[Problem]:
+    """The problems of files that are not of the format, and are named like those that are."""
+    suffixes = {os.path.splitext(path)[1] for path in selected} - {""}
+    for path in skipped:
+        is_index = format == "arrow" and os.path.basename(path) == STATE  # damaged, if it is here
+        if is_index or os.path.splitext(path)[1] in suffixes:
+            yield Problem("foreign-file-of-other-format", path=path, format=format)
 
 
 def _repeated(paths: Iterable[str]) -> Iterator[Problem]:

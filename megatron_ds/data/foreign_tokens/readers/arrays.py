@@ -11,6 +11,7 @@ import csv
 import gzip
 import io
 import os
+import tokenize
 from array import array
 from collections.abc import Sequence
 
@@ -101,7 +102,7 @@ def _ends(path: str, has_boundaries: bool) -> npt.NDArray[np.int64] | None:
                     raise user_error("foreign-index-damaged", path=path, reason=f"{reason}at {end}")
                 end = int(row[1])
                 ends.append(end)
-    except (OSError, EOFError, ValueError, IndexError, csv.Error) as error:
+    except (OSError, EOFError, ValueError, IndexError, OverflowError, csv.Error) as error:
         if hasattr(error, "problems"):
             raise
         reason = f"line {len(ends) + 1}: {error}"
@@ -122,7 +123,7 @@ def _open_numpy(path: str) -> NumberFile:
     try:
         # Pickled objects are refused, and nothing but the header is read.
         content = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, OverflowError, tokenize.TokenError) as error:
         raise user_error("foreign-file-damaged", path=path, reason=error) from error
     if (
         not isinstance(content, np.memmap)

@@ -103,9 +103,10 @@ def _metadata(path: str) -> tuple[int, int | None]:
         return 0, None
     lines = Path(path).read_text("utf-8", errors="replace").splitlines()
     width = lines[0].rpartition("|")[2] if lines else ""
-    if len(lines) < 2 or not (width.isdecimal() and lines[1].strip().isdecimal()):
+    numbers = (width, *(line.strip() for line in lines[1:2]))
+    if len(numbers) < 2 or not all(text.isdecimal() and len(text) < 20 for text in numbers):
         raise user_error("foreign-index-damaged", path=path, reason="it is no metadata of a .ds")
-    return int(width), int(lines[1])
+    return int(width), int(numbers[1])
 
 
 def _repeated(paths: Sequence[str]) -> Iterator[Problem]:

@@ -112,6 +112,9 @@ def chosen_column(
     at = next(at for at, column in enumerate(columns) if column[0] == name)
     encoding = columns[at][1]
     sizes = tuple(size for _, _, size in columns)
+    for size in sizes:
+        if size is not None and not (isinstance(size, int) and 0 <= size < 1 << 32):
+            raise ValueError(f"a column of {size!r} bytes")
     column = IdColumn(name, encoding, BYTES_TYPE, sizes, at)
     if encoding == "bytes":
         dtype = options.token_type or BYTES_TYPE

@@ -15,6 +15,8 @@ from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import user_error
 
 Bytes = npt.NDArray[np.uint8]
+READ_BYTES = 1 << 24
+"""Bytes that are unpacked at once: what an index states may be more than there is memory."""
 STREAMS = {"zstd": "zstd", "br": "brotli"}
 """Names of compressions in pyarrow, which reads them as streams."""
 
@@ -35,6 +37,9 @@ def unpack(stored: Bytes, codec: str, whole: int, path: str) -> Bytes:
         return stored
     try:
         content = _content(stored, codec, whole, path)
+    except MemoryError as error:
+        reason = f"{codec}: its index states {whole} bytes, for which there is no memory"
+        raise user_error("foreign-file-damaged", path=path, reason=reason) from error
     except (OSError, EOFError, ValueError, zlib.error) as error:
         if hasattr(error, "problems"):
             raise
@@ -68,6 +73,6 @@ def _content(stored: Bytes, codec: str, whole: int, path: str) -> bytes:
 
 def _read_all(read: Callable[[int], bytes], most: int) -> bytes:
     sink = io.BytesIO()
-    while sink.tell() < most and (part := read(most - sink.tell())):
+    while sink.tell() < most and (part := read(min(most - sink.tell(), READ_BYTES))):
         sink.write(part)
     return sink.getvalue()

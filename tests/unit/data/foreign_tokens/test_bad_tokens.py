@@ -7,6 +7,7 @@ the place, all at once; nothing half-written is left, and an existing pair is ke
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import struct
@@ -83,8 +84,6 @@ def truncated_olmo(folder: Path) -> None:
 
 
 def gap_of_olmo(folder: Path) -> None:
-    import gzip
-
     foreign.olmo(folder)
     foreign.write(folder / "part-0.csv.gz", gzip.compress(b"0,4\n5,16\n"))
 
@@ -309,7 +308,78 @@ def wrong_bytes(folder: Path) -> None:
     shard.write_bytes(head + foreign.numbers(DOCUMENTS[0] * 2, "int32"))
 
 
+def end_of_olmo(folder: Path) -> None:
+    foreign.olmo(folder)
+    foreign.write(folder / "part-0.csv.gz", gzip.compress(b"0,99999999999999999999\n"))
+
+
+def olmo_without_tokens(folder: Path) -> None:
+    foreign.olmo(folder)
+    (folder / "part-0.npy").rename(folder / "part-1.npy")
+    (folder / "part-1.csv.gz").write_bytes((folder / "part-0.csv.gz").read_bytes())
+
+
+def ds_without_tokens(folder: Path) -> None:
+    foreign.datatrove(folder)
+    foreign.datatrove(folder, "00001_unshuffled.ds")
+    (folder / "00001_unshuffled.ds").unlink()
+
+
+def digits_of_ds(folder: Path) -> None:
+    path = foreign.datatrove(folder) / "00000_unshuffled.ds.metadata"
+    path.write_text("gpt2|2\n" + "9" * 5000)
+
+
+def sizes_of_columns(folder: Path) -> None:
+    foreign.mds(folder)
+    change(folder / "index.json", column_sizes=["8", 8, None])
+
+
+def memory_of_chunk(folder: Path) -> None:
+    foreign.litdata(folder)
+    content = json.loads((folder / "index.json").read_text())
+    content["config"]["compression"] = "snappy"
+    content["chunks"][0] |= {"chunk_bytes": 10**15, "dim": None}
+    (folder / "index.json").write_text(json.dumps(content))
+
+
+def header_of_numpy(shape: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        longer_numpy(folder)
+        header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}".ljust(117) + "\n"
+        content = b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header.encode()
+        foreign.write(folder / "a.npy", content + bytes(40))
+
+    return write
+
+
+def empty_shard(folder: Path) -> None:
+    foreign.parquet_file(folder)
+    foreign.write(folder / "b.parquet", b"")
+
+
+def broken_link(folder: Path) -> None:
+    foreign.parquet_file(folder)
+    (folder / "b.parquet").symlink_to("nowhere.parquet")
+
+
+def state_of_saved(folder: Path) -> None:
+    foreign.write(foreign.saved(folder) / "state.json", b"{")
+
+
 CASES: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...], list[str], str]] = {
+    "olmo: huge end": (end_of_olmo, (), ["foreign-index-damaged"], "line 1"),
+    "olmo: ends alone": (olmo_without_tokens, (), ["foreign-shard-missing"], "part-0.npy"),
+    "ds: ends alone": (ds_without_tokens, (), ["foreign-shard-missing"], "00001_unshuffled.ds"),
+    "ds: digits": (digits_of_ds, (), ["foreign-index-damaged"], ".ds.metadata"),
+    "mds: sizes of columns": (sizes_of_columns, (), ["foreign-index-damaged"], "'8'"),
+    "litdata: memory": (memory_of_chunk, (), ["foreign-file-damaged"] * 2, str(10**15)),
+    "numpy: shape": (header_of_numpy("(10**3,)}"), (), ["foreign-file-damaged"], "a.npy"),
+    "numpy: huge": (header_of_numpy(f"({10**20},)}}"), (), ["foreign-file-damaged"], "a.npy"),
+    "numpy: open bracket": (header_of_numpy("("), (), ["foreign-file-damaged"], "a.npy"),
+    "folder: empty shard": (empty_shard, (), ["foreign-file-of-other-format"], "b.parquet"),
+    "folder: broken link": (broken_link, (), ["foreign-file-of-other-format"], "b.parquet"),
+    "saved: state": (state_of_saved, (), ["foreign-file-of-other-format"] * 2, "state.json"),
     "flat: odd": (odd_nanogpt, BY_TOKEN, ["foreign-size-odd"], "31 bytes"),
     "flat: truncated": (
         truncated_nanogpt,
