@@ -98,3 +98,23 @@ def test_the_runtime_computes_a_run(
     own = logits(expected, torch.tensor([ids]))[0].log_softmax(-1)
     error = float((theirs - own).abs().max())
     assert error < EQUAL[dtype]
+
+
+def test_a_run_starts_from_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    """With the file's tokenizer, which its checkpoints keep without the weights."""
+    path = tmp_path / "model.gguf"
+    convert_checkpoint(Options(load=str(checkpoint), save=str(path), target_format="gguf"))
+    corpus = write_corpus(tmp_path / "tokens", 300, seed=0, step=1)
+    schedule = ("lr", "micro_batch_size", "global_batch_size", "train_iters", "eval_iters", "split")
+    settings = {name: SETTINGS[name] for name in schedule} | {"num_workers": 0}
+    launcher = Launcher(tmp_path)
+    paths = {"load": path, "save": tmp_path / "save", "data_path": corpus}
+    launcher.start({**settings, **paths, "save_interval": 3}).succeed()
+    path.unlink()
+    again = open_source(tmp_path / "save").settings.tokenizer_config
+    config = open_source(checkpoint).settings.tokenizer_config
+    assert again is not None
+    assert config is not None
+    assert again.tokenizer_type == "HFTokenizer"
+    assert build_tokenizer(again).encode(TEXT) == build_tokenizer(config).encode(TEXT)
+    assert list((tmp_path / "save").rglob("*.gguf")) == []
