@@ -77,6 +77,7 @@ def open_olmo_core(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCh
     run = read_json_object(file_in(step, SETTINGS))
     config = ConfigValues(step / SETTINGS, object_of(run.get("model")))
     settings = settings_of(config, lambda values: read_model(values, _length(run)))
+    file_in(states, INDEX)
     saved = DcpFolder.open(states)
     theirs = {
         name.removeprefix(PREFIX): tensor

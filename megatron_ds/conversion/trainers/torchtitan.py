@@ -122,6 +122,7 @@ def open_torchtitan(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceC
     folder = path if checkpoint is None else checkpoint.path
     if not (folder / INDEX).is_file():
         return _opened(folder, _exported(folder), EXPORTED, options)
+    file_in(folder, INDEX)
     saved = DcpFolder.open(folder)
     theirs = _weights_of(saved.tensors)
     names = _names_of(theirs)

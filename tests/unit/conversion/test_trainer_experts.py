@@ -158,6 +158,16 @@ def test_experts_are_written_as_the_tensors_of_the_trainer(peer: Peer, tmp_path:
         assert torch.equal(ours[name].read(), tensor.read()), name
 
 
+@pytest.mark.parametrize("peer", [TORCHTITAN, OLMO_CORE], ids=lambda peer: peer.name)
+def test_an_index_outside_of_the_folder_is_refused(peer: Peer, tmp_path: Path) -> None:
+    write_experts(tmp_path / "in", peer.name)
+    (index,) = (tmp_path / "in").rglob(".metadata")
+    index.rename(tmp_path / "elsewhere")
+    index.symlink_to(tmp_path / "elsewhere")
+    with raises_problem("foreign-link-outside", contains=".metadata"):
+        opened(peer, tmp_path / "in")
+
+
 def test_a_bias_of_softmax_scores_is_refused_unless_it_is_zero(tmp_path: Path) -> None:
     write_experts(tmp_path, "torchtitan")
     flags = FLAGS | {"moe_router_score_function": "softmax"}
