@@ -59,7 +59,15 @@ class Contender:
         Raises:
             RuntimeError: If the work failed, with the contender's traceback, or its process exited.
         """
+        self.start(count)
+        return self.report()
+
+    def start(self, count: int) -> None:
+        """Start the work, for whose end `report` waits."""
         self._connection.send(count)
+
+    def report(self) -> Any:
+        """Wait for the work that was started, and return its report. Raises as `run` does."""
         try:
             failure, report = self._connection.recv()
         except EOFError:
@@ -126,9 +134,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: object) -> T:
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     processes = [
         context.Process(target=_rank, args=(rank, ranks, port, results, function, arguments))
         for rank in range(ranks)
@@ -143,6 +149,19 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: object) -> T:
     return result
 
 
+def free_port() -> int:
+    """A port of this host for the first of several ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def set_rank(rank: int, ranks: int, port: int) -> None:
+    """Make this process a rank of this host, of a thread; the first one listens at the port."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+
+
 def _rank(
     rank: int,
     ranks: int,
@@ -151,8 +170,7 @@ def _rank(
     function: Callable[..., object],
     arguments: Sequence[object],
 ) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    set_rank(rank, ranks, port)
     import deepspeed
     import torch
 

@@ -227,6 +227,8 @@ def as_a_large_model(config: Any) -> Any:
 def message_log(negligible: int) -> Any:
     """A dispatch mode that adds up the messages of torch.distributed's operators.
 
+    Inside it ZeRO 3 reduces gradients as on devices, and not by the exchange that gloo needs.
+
     Args:
         negligible: Bytes of the largest messages that are not counted.
     """
@@ -235,10 +237,21 @@ def message_log(negligible: int) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    from megatron_ds.engine.deepspeed import gradient_sums
+
     class Log(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self.messages: Counter[tuple[str, int]] = Counter()
+            self._as_on_devices = mock.patch.object(gradient_sums, "GLOO", None)
+
+        def __enter__(self) -> Any:
+            self._as_on_devices.start()
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            self._as_on_devices.stop()
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -144,7 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         from benchmarks import layout_steps
 
-        measured = options.cases, options.dtype, options.rounds, options.steps
+        against = options.against
+        measured = options.cases, options.dtype, options.rounds, options.steps, against
         result["cases"] = list(layout_steps.measure_cases(*measured))
         result["settings"] |= {"shape": dataclasses.asdict(layout_steps.SHAPE), "threads": 1}
     if options.output is not None:
@@ -177,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         help="instead, measure --compile in layouts of two ranks (all, or these)",
     )
     add("--experts", action="store_true", help="instead, measure a model of 32 experts")
-    add("--against", type=Path, help="with --experts: another checkout of this project")
+    add("--against", type=Path, help="with --cases, --experts: another checkout of this project")
     add("--output", type=Path, help="output file (JSON)")
     return parser
 
@@ -606,11 +607,11 @@ def start_process_group(threads: int, dtype: str = "fp32") -> Any:
     here = distributed.init_distributed(RuntimeConfig())
     import torch
 
-    from megatron_ds.model.kernels.half_products import replace_slow_products
-
     torch.set_num_threads(threads)
     torch.manual_seed(1234)
     if dtype == "bf16":
+        from megatron_ds.model.kernels.half_products import replace_slow_products
+
         replace_slow_products(torch.bfloat16, here.device)
     return here.device
 

@@ -22,6 +22,10 @@ from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.engine import trials
 from megatron_ds.engine.deepspeed import nvme_states
 from megatron_ds.engine.deepspeed import patches as deepspeed_patches
+from megatron_ds.engine.deepspeed.gradient_sums import (
+    exchange_slices_by_gloo,
+    leave_gradients_in_place,
+)
 from megatron_ds.engine.deepspeed.lazy_dynamo import import_dynamo_when_compiling
 from megatron_ds.engine.deepspeed.stage_messages import StageMessages
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
@@ -112,6 +116,7 @@ def _patch_deepspeed() -> None:
     deepspeed_patches.import_muon_without_compile()
     deepspeed_patches.silence_memory_reports()
     deepspeed_patches.limit_parameter_prefetch()
+    exchange_slices_by_gloo()
 
 
 def _is_deepcompiled(ds_config: Mapping[str, Any]) -> bool:
@@ -181,6 +186,7 @@ def _correct(
     deepspeed_patches.drop_skipped_gradients(engine.optimizer)
     deepspeed_patches.check_every_copy(engine.optimizer, mesh)
     nvme_states.align_gradients(engine.optimizer)
+    leave_gradients_in_place(engine.optimizer, device)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
 
 

@@ -31,6 +31,9 @@ OVERLAP: dict[str, Any] = {
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
 }
 """Options of torch's compiler: collectives start as early, and are awaited as late as possible."""
+TORCH_RANDOM: dict[str, Any] = {"fallback_random": True}
+"""Option of torch's compiler: dropout draws the masks of eager layers, by a kernel of torch. On a
+CPU the compiler's own numbers take several times as long as that kernel."""
 
 
 class Block(nn.Module):
@@ -115,7 +118,9 @@ class Block(nn.Module):
         elif isinstance(self.mlp, MoE):
             self.mlp.use_elementwise(functions)
 
-    def compile_parts(self, *, is_core_traceable: bool, dynamic: bool | None) -> list[str]:
+    def compile_parts(
+        self, *, is_core_traceable: bool, dynamic: bool | None, on_host: bool
+    ) -> list[str]:
         """Compile the layer with torch.compile, on its first call.
 
         It becomes one graph or, where the attention core cannot be in a graph, the graphs before
@@ -126,13 +131,17 @@ class Block(nn.Module):
         Args:
             is_core_traceable: Whether the core can be in a graph.
             dynamic: Passed to torch.compile.
+            on_host: Whether the layer is in host memory.
 
         Returns:
             The parts that are in no graph.
         """
-
-        # As in eager layers, other products are computed while sums are exchanged.
-        options = OVERLAP if self.group.size > 1 else None
+        options = dict[str, Any]()
+        if self.group.size > 1:
+            # As in eager layers, other products are computed while sums are exchanged.
+            options |= OVERLAP
+        if on_host:
+            options |= TORCH_RANDOM
 
         def compiled(function: Segment) -> Segment:
             graph: Segment = torch.compile(function, dynamic=dynamic, options=options)

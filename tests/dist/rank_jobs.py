@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._inductor import config as inductor
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import StepPlan
@@ -60,11 +59,6 @@ def case_training(
     config = config_of(case, **changes)
     samples = samples_of(case)
     return training(config, plans, samples, probe, tensors_of=recorded)
-
-
-def use_torch_random_numbers(engine: Any) -> None:
-    """A probe: compiled dropout draws the numbers of eager dropout."""
-    inductor.fallback_random = True
 
 
 def selected(request: pytest.FixtureRequest) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -1,7 +1,7 @@
 """--compile: compiled layers give the losses and weights of eager layers.
 
-With dropout, compiled layers are comparable with eager ones only if inductor falls back to torch's
-random numbers. Inductor's own numbers are compared between stored and recomputed activations.
+On a CPU compiled layers draw the dropout masks of eager ones. Inductor's own numbers, which other
+devices use, are compared between stored and recomputed activations.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 from deepspeed.accelerator import get_accelerator
 from torch import nn
-from torch._inductor import config as inductor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_ds.model import block
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.engine_harness import Meshes
@@ -27,7 +27,6 @@ from tests.dist.rank_jobs import (
     case_training,
     has_proofs,
     run_by_world,
-    use_torch_random_numbers,
 )
 from tests.dist.reference import Run
 
@@ -77,23 +76,21 @@ def job(case: Case, compiled: bool, probe: Any = None, **changes: Any) -> Job:
     return case_training(case, probe, runtime=runtime, **changes)
 
 
-def with_dropout(granularity: str | None, compiled: bool, probe: Any) -> Job:
+def with_dropout(granularity: str | None, compiled: bool) -> Job:
     dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
     recompute = {"recompute_granularity": granularity}
-    return job(WITH_DROPOUT, compiled, probe, model=dropout, recompute=recompute)
+    return job(WITH_DROPOUT, compiled, model=dropout, recompute=recompute)
 
 
-def use_inductor_random_numbers(engine: Any) -> None:
-    """Compiled dropout draws its own numbers, as by default."""
-    inductor.fallback_random = False
+def with_inductor_random_numbers(training: Job, meshes: Meshes) -> Any:
+    """A training whose compiled dropout draws its own numbers, as on an accelerator."""
+    with mock.patch.object(block, "TORCH_RANDOM", {}):
+        return training(meshes)
 
 
 def of_one_process() -> Jobs:
     """The jobs of one rank, which only proofs need."""
-    return Jobs(
-        (f"one-{on}", job(ONE_PROCESS, on, use_torch_random_numbers, model=STAGED_MODEL))
-        for on in (False, True)
-    )
+    return Jobs((f"one-{on}", job(ONE_PROCESS, on, model=STAGED_MODEL)) for on in (False, True))
 
 
 def of_layout(name: str, case: Case) -> Jobs:
@@ -133,10 +130,10 @@ def expect_compiled_layers(engine: Any) -> None:
 def proofs() -> Jobs:
     """The jobs of two ranks that `make test` leaves out."""
     jobs = Jobs(
-        (f"own-{granularity}", with_dropout(granularity, True, use_inductor_random_numbers))
-        for granularity in (None, "full")
+        (f"own-{kept}", partial(with_inductor_random_numbers, with_dropout(kept, True)))
+        for kept in (None, "full")
     )
-    jobs["stages"] = job(TWO_STAGES, True, use_torch_random_numbers, model=STAGED_MODEL)
+    jobs["stages"] = job(TWO_STAGES, True, model=STAGED_MODEL)
     for name, case in LAYOUTS.items():
         if name not in IN_MAKE_TEST:
             jobs |= of_layout(name, case)
@@ -148,8 +145,7 @@ def proofs() -> Jobs:
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     two = Jobs(
-        (f"selective-{compiled}", with_dropout("selective", compiled, use_torch_random_numbers))
-        for compiled in (True, False)
+        (f"selective-{compiled}", with_dropout("selective", compiled)) for compiled in (True, False)
     )
     for name, case in IN_MAKE_TEST.items():
         two |= of_layout(name, case)
@@ -232,7 +228,7 @@ def test_stages_match_one_eager_process(outcomes: JobResults) -> None:
 
 def test_tensor_parallel_recomputed_dropout_matches_eager(outcomes: JobResults) -> None:
     """Claim (precision): and so it does with tensor parallelism, dropout and activation
-    checkpointing (dropout from torch's generator)
+    checkpointing (on a CPU, where compiled layers draw the masks of eager ones)
 
     Claim (precision): `--compile` equals eager execution, within 1e-5 in fp32
     """

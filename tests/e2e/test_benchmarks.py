@@ -26,6 +26,7 @@ from benchmarks import (
     conversion,
     data,
     documents,
+    layout_steps,
     long_sequences,
     preprocess,
     scale,
@@ -270,6 +271,25 @@ def test_ratios_of_conversions_pair_rounds() -> None:
     assert [(pair["job"], pair["ratio"], pair["target"]) for pair in pairs] == [
         (conversion.TO_GGUF, 2.0, 1.5)
     ]
+
+
+def test_ratios_of_compiled_layouts_pair_rounds() -> None:
+    """The bound is relative to the other checkout's eager layers, where there is one."""
+
+    def reports(*seconds: float) -> list[layout_steps.Report]:
+        return [layout_steps.Report([one], [2 * one], 0.0, 4, 0) for one in seconds]
+
+    sides = {
+        layout_steps.EAGER: reports(2.0, 4.0, 8.0),
+        layout_steps.COMPILED: reports(1.0, 3.0, 8.0),
+    }
+    (pair,) = layout_steps.ratios("TP 2", sides)
+    assert (pair["ratio"], pair["cpu_ratio"], pair["bound"]) == (0.75, 0.75, layout_steps.BOUND)
+    (pair,) = layout_steps.ratios("CP 2", sides)
+    assert pair["bound"] is None
+    sides[layout_steps.OTHER] = reports(2.0, 4.0, 16.0)
+    bounds = {pair["ours"]: pair["bound"] for pair in layout_steps.ratios("TP 2", sides)[1:]}
+    assert bounds == {layout_steps.EAGER: None, layout_steps.COMPILED: layout_steps.BOUND}
 
 
 @pytest.mark.proof

@@ -4,7 +4,8 @@ In four sections: what corrects its numbers, what prevents its failures, what gi
 this package, and what saves time and noise. The settings that loading a checkpoint replaces are
 restored elsewhere: the loss scaler's in `loss_scaler.py`, the optimizer's in `param_groups.py`, and
 clipping in `zero.py`; `nvme_states.py` makes ordinary tensors of states on a disk, and
-`flat_gradients.py` sums and clips the gradients of the bf16 optimizer of stage 1.
+`flat_gradients.py` sums and clips the gradients of the bf16 optimizer of stage 1, and
+`gradient_sums.py` spares the other optimizers of ZeRO copies and messages.
 
 Private attributes of DeepSpeed are also read, without being replaced, in `deepspeed/partitions.py`,
 `deepspeed/checkpoint_io.py`, `deepspeed/nvme_states.py`, `states/resharding.py`,
@@ -110,7 +111,8 @@ def check_every_copy(optimizer: Any, mesh: Mesh) -> None:
     step whose gradient is not finite in such a copy only would be applied, after which the copies
     differ. Here the norms of these copies are added with the factor 0, which an infinity and NaN
     turn into NaN. They enter the sum of what this rank counts: no message is added, and no wait but
-    for an offloaded group of which it counts nothing.
+    for an offloaded group of which it counts nothing. DeepSpeed is given this rank's sum instead of
+    the gradients, of which it would convert and measure one after the other.
 
     Args:
         optimizer: DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3; others are left as they
@@ -146,16 +148,16 @@ def _norm_with_copies(
     """Replaces `get_grad_norm_direct`: returns the norm of a group's gradients over all ranks."""
     values = [value for value in gradients if not getattr(value, "_zero_padding", False)]
     pairs = [*zip(values, parameters, strict=False)]  # as DeepSpeed pairs them
-    counted = [(value, weight) for value, weight in pairs if is_counted(weight, mesh)]
-    copies = [(value, weight) for value, weight in pairs if not is_counted(weight, mesh)]
-    if not copies:
+    if not pairs:
         return norm_of([*gradients], [*parameters])
-    copy = copies[0][1]
-    zero = 0 * sum_of_squares([value for value, _ in copies], copies[0][0].device)
-    with _counting(optimizer, copy):
-        return norm_of(
-            [*(value for value, _ in counted), zero], [*(weight for _, weight in counted), copy]
-        )
+    first, weight = pairs[0]
+    counted = [value for value, weight in pairs if is_counted(weight, mesh)]
+    squares = sum_of_squares(counted, first.device)
+    if len(counted) < len(pairs):
+        copies = [value for value, weight in pairs if not is_counted(weight, mesh)]
+        squares += 0 * sum_of_squares(copies, first.device)
+    with _counting(optimizer, weight):
+        return norm_of([squares.sqrt()], [weight])
 
 
 def _offloaded_with_copies(

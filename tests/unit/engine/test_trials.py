@@ -120,7 +120,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The graphs that torch.compile makes, on a device with Triton."""
     made: list[Any] = []
 
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph: Any, _: Any, **options: Any) -> Any:
         made.append(graph)
         return graph.forward
 
@@ -255,7 +255,7 @@ def test_nothing_is_compiled_on_request(graphs: list[Any]) -> None:
 def test_layers_whose_trial_fails_are_eager(
     failure: str, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def backend(graph: Any, _: Any) -> Any:
+    def backend(graph: Any, _: Any, **options: Any) -> Any:
         if failure == "broken":
             raise RuntimeError("no compiler")
         scale = 1.1 if failure == "wrong" else 1.0
