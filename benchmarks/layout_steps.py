@@ -43,7 +43,7 @@ class Case:
     """A layout, and whether the bound applies to it."""
 
     values: Mapping[str, Any]
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, Any]
     """Arguments of `Mesh.build`, but for the tensor-parallel size."""
     has_bound: bool = False
 

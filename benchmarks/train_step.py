@@ -128,8 +128,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.experts:
         from benchmarks import expert_steps
 
-        measured = options.against, options.dtype, options.rounds, options.steps
-        result["experts"] = list(expert_steps.measure_experts(*measured))
+        result["experts"] = list(
+            expert_steps.measure_experts(
+                options.against, options.dtype, options.rounds, options.steps
+            )
+        )
         result["settings"] |= {"shape": dataclasses.asdict(expert_steps.SHAPE), "threads": 1}
     elif options.cases is None:
         for dtype in options.dtype:
@@ -144,9 +147,11 @@ def main(argv: list[str] | None = None) -> int:
     else:
         from benchmarks import layout_steps
 
-        against = options.against
-        measured = options.cases, options.dtype, options.rounds, options.steps, against
-        result["cases"] = list(layout_steps.measure_cases(*measured))
+        result["cases"] = list(
+            layout_steps.measure_cases(
+                options.cases, options.dtype, options.rounds, options.steps, options.against
+            )
+        )
         result["settings"] |= {"shape": dataclasses.asdict(layout_steps.SHAPE), "threads": 1}
     if options.output is not None:
         write_json(options.output, result)

@@ -35,7 +35,7 @@ from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.experts.router import Router, Routing
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.planning.communication import step_traffic
+from megatron_ds.planning.communication import Traffic, step_traffic
 from megatron_ds.planning.memory_inputs import PlannedRun, memory_inputs
 from megatron_ds.train_state import StepPlan, StepResult
 from tests.dist.rank_jobs import JobResults, Jobs, run_jobs, selected
@@ -271,10 +271,14 @@ def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -
     for pp_rank, cp_rank, found in outcomes.of(name):
         planned: Counter[str] = Counter()
         for each in step_traffic(run, pp_rank, cp_rank):
-            # Tokens that stay on their rank are in no message.
-            is_sent = each.what == "routed tokens"
-            planned[each.operation] += round(each.sent) if is_sent else each.size
+            planned[each.operation] += bytes_in_messages(each)
         assert found == dict(planned)
+
+
+def bytes_in_messages(traffic: Traffic) -> int:
+    """Bytes of the tensors that a rank passes to torch.distributed."""
+    # Tokens that stay on their rank are in no message.
+    return round(traffic.sent) if traffic.what == "routed tokens" else traffic.size
 
 
 @pytest.mark.parametrize("layout", with_proofs(SUMMED, ("zero1 tp2", "zero1 ep2 sp2")))

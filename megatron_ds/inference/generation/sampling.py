@@ -87,7 +87,8 @@ def exclude_(logits_BV: torch.Tensor, ids: Iterable[Iterable[int]]) -> None:
     places = [(row, token) for row, numbers in enumerate(ids) for token in numbers]
     if places:
         rows, columns = to_device(places, logits_BV.device).unbind(1)
-        logits_BV[rows, columns] = -torch.inf
+        # A plain number would be copied from the host, which would wait for the device.
+        logits_BV.index_put_((rows, columns), logits_BV.new_full((), -torch.inf))
 
 
 def check_finite(values: Iterable[float]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from tests.problems import codes
 from tests.tables import tables
@@ -114,7 +114,7 @@ def test_reduction_overlaps_with_the_backward_pass_where_it_pays(
 def test_old_torch_compiles_no_memory_efficient_linear(
     torch: str, flags: str, expected: bool, merge: Merge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate, "version", lambda _: torch)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: torch)
     key = "memory_efficient_linear"
     assert zero_block(f"--zero-stage 3 {flags}", "cpu")[key] is expected
     given = {"zero_optimization": {"stage": 3, key: True}}

@@ -167,7 +167,7 @@ def test_layers_are_compiled_by_default_on_an_accelerator(
 
 
 def test_layers_are_compiled_around_experts_by_default(graphs: list[Any]) -> None:
-    """The trial leaves the experts out: their activation alone is compiled in the first step."""
+    """The trial leaves the experts out: their parts are compiled in the first step."""
     moe = MoEConfig(num_experts=(4,), moe_router_topk=2)
     run = config(moe=moe, schedule=ScheduleConfig(micro_batch_size=2))
     model = build_model(run.model, moe=moe)
@@ -178,7 +178,9 @@ def test_layers_are_compiled_around_experts_by_default(graphs: list[Any]) -> Non
     assert [block.mlp for block in model.blocks()] == experts
     tried = len(graphs)
     step(model)
-    assert len(graphs) == tried + 1
+    # The choice of the experts, the order of the rows, the rows in it, their activation, and the
+    # weighted sum: the layers share each graph.
+    assert len(graphs) == tried + 5
 
 
 @pytest.mark.parametrize(
