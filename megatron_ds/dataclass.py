@@ -25,8 +25,14 @@ else:
         return _with_methods(options, cls)
 
 
-FACTORY = object()
-"""Default of a field with a default factory."""
+class _Factory:
+    """Default of a field with a default factory, with the name that the standard library's has."""
+
+    def __repr__(self) -> str:
+        return "<factory>"
+
+
+FACTORY = _Factory()
 
 
 def _with_methods(options: dict[str, Any], cls: type) -> type:

@@ -53,7 +53,7 @@ def is_gguf(path: str | Path) -> bool:
     try:
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
-    except OSError:
+    except (OSError, ValueError):  # the latter for a path with a null character
         return False
 
 
