@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.config.devices import is_host
 from megatron_ds.model.attention.latent import LatentAttention
 from megatron_ds.model.attention.logits import LargestLogits
 from megatron_ds.model.attention.self_attention import Attention, KeyValueCache
@@ -118,9 +119,7 @@ class Block(nn.Module):
         elif isinstance(self.mlp, MoE):
             self.mlp.use_elementwise(functions)
 
-    def compile_parts(
-        self, *, is_core_traceable: bool, dynamic: bool | None, on_host: bool
-    ) -> list[str]:
+    def compile_parts(self, *, is_core_traceable: bool, dynamic: bool | None) -> list[str]:
         """Compile the layer with torch.compile, on its first call.
 
         It becomes one graph or, where the attention core cannot be in a graph, the graphs before
@@ -131,7 +130,6 @@ class Block(nn.Module):
         Args:
             is_core_traceable: Whether the core can be in a graph.
             dynamic: Passed to torch.compile.
-            on_host: Whether the layer is in host memory.
 
         Returns:
             The parts that are in no graph.
@@ -140,7 +138,7 @@ class Block(nn.Module):
         if self.group.size > 1:
             # As in eager layers, other products are computed while sums are exchanged.
             options |= OVERLAP
-        if on_host:
+        if is_host(next(self.parameters()).device.type):
             options |= TORCH_RANDOM
 
         def compiled(function: Segment) -> Segment:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_ds.config.devices import is_host
 from megatron_ds.model.attention.packed import Keys
 from megatron_ds.model.gpt import EAGER_TEXT, GPTModel
 from megatron_ds.model.kernels.elementwise import Elementwise
@@ -27,11 +26,7 @@ def compile_layers(model: GPTModel, *, lengths_vary: bool = False) -> None:
         is_traceable = is_traceable and model.sequence_group.size == 1
         # The number of documents varies, and with it a dimension in the graph.
         dynamic = None if lengths_vary or (is_traceable and has_documents) else False
-        left_out = block.compile_parts(
-            is_core_traceable=is_traceable,
-            dynamic=dynamic,
-            on_host=is_host(weight.device.type),
-        )
+        left_out = block.compile_parts(is_core_traceable=is_traceable, dynamic=dynamic)
         exceptions |= dict.fromkeys(left_out)
     _set_loss_kernels(model, LossKernels.compiled())
     parts = f" except {' and '.join(exceptions)}" if exceptions else ""
