@@ -159,3 +159,21 @@ def test_another_optimizer_is_named(recorded: Path, tmp_path: Path) -> None:
     options = ReadOptions(optimizer=True)
     with raises_problem("foreign-optimizer-other", contains="Lion"):
         open_source(folder, options=options)
+
+
+@pytest.mark.parametrize("name", ["configs/settings.yml", "mp_rank_00_model_states.pt"])
+def test_links_and_folders_in_place_of_files_are_refused(
+    name: str, recorded: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(recorded / "sequential", folder)
+    path = folder / f"global_step{SAVED}" / name
+    outside = tmp_path / "elsewhere"
+    path.rename(outside)
+    path.symlink_to(outside)
+    with raises_problem("foreign-link-outside", contains=path.name):
+        open_source(folder)
+    path.unlink()
+    path.mkdir()
+    with raises_problem("checkpoint-file-missing", contains=path.name):
+        open_source(folder)

@@ -26,12 +26,15 @@ def open_neox(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpo
     """Opens the checkpoint that the file `latest` of a folder names, or the folder's own.
 
     Raises:
-        UserError: If files are missing or damaged, or the model has parts that ours lacks.
+        UserError: If files are missing, damaged or links to files outside of the folder, or the
+            model has parts that ours lacks.
     """
     checkpoint = detect_megatron(path)
     folder = path if checkpoint is None else checkpoint.path
     if not any((folder / "configs").glob("*.yml")):
         raise user_error("megatron-files-missing", folder=folder, names="configs/*.yml")
+    for file in (*folder.glob("configs/*.yml"), *folder.glob("*.pt")):
+        file_in(folder, str(file.relative_to(folder)))
     source = dataclasses.replace(open_megatron(path, options), format=NAME)
     return with_neox_run(source, _settings(folder))
 
