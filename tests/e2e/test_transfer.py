@@ -21,7 +21,7 @@ def test_the_best_rate_transfers_with_mup_alone(tmp_path: Path) -> None:
     options = transfer.parse(["--output", str(output), "--workers", "2"])
     transfer.run(options)
     runs = transfer.recorded_runs(output)
-    assert len(json.loads(output.read_text())["runs"]) == 165
+    assert len(json.loads(output.read_text())["runs"]) == 195
     for study in transfer.studies(options):
         assert transfer.factors(options, runs, study)[transfer.MUP] <= transfer.TOLERANCE, study
     assert transfer.factors(options, runs, "width")[transfer.PLAIN] > transfer.TOLERANCE
