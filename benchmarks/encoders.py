@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -193,26 +194,17 @@ def _load_tokenizers(vocabulary: str) -> Encode:
     return lambda texts: np.concatenate([one.ids for one in model.encode_batch(texts)])
 
 
-def _load_fastokens(vocabulary: str) -> Encode:
-    import fastokens
-    import numpy as np
+def _load_fast(name: str, vocabulary: str) -> Encode:
+    from megatron_ds.tokenizer.fast_backend import ENCODERS
 
-    model = fastokens.Tokenizer.from_json_str(vocabulary)
-    return lambda texts: np.frombuffer(model.encode_batch_flat(texts)[0], "<u4")
-
-
-def _load_gigatoken(vocabulary: str) -> Encode:
-    import gigatoken
-    import numpy as np
-
-    model = gigatoken.Tokenizer.from_json(vocabulary).backend
-    return lambda texts: np.asarray(model.encode_batch(texts, parallel=False).layout.content.data)
+    encode = ENCODERS[name](importlib.import_module(name), vocabulary)
+    return lambda texts: encode(texts).ids
 
 
 LIBRARIES: dict[str, Callable[[str], Encode]] = {
     "tokenizers": _load_tokenizers,
-    "fastokens": _load_fastokens,
-    "gigatoken": _load_gigatoken,
+    "fastokens": functools.partial(_load_fast, "fastokens"),
+    "gigatoken": functools.partial(_load_fast, "gigatoken"),
 }
 
 

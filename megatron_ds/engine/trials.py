@@ -95,13 +95,11 @@ def fp8_products(trial: Trial) -> Iterator[Problem]:
     if precision.fp8_format is None:
         return
     by_row = precision.fp8_recipe == "rowwise"
-    block = precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None
-    scalings = scalings_of(by_row=by_row, block=block)
-    is_half = trial.dtype is torch.bfloat16
-    if trial.config.moe.is_used and not has_grouped_kernel(trial.device):
-        yield Problem("fp8-without-kernel", device=trial.device.type)
-        return
-    if not (is_half and all(has_kernel(trial.device, scaling) for scaling in scalings)):
+    scalings = scalings_of(by_row=by_row, block=precision.fp8_block)
+    has_kernels = trial.dtype is torch.bfloat16 and all(
+        has_kernel(trial.device, scaling) for scaling in scalings
+    )
+    if not has_kernels or (trial.config.moe.is_used and not has_grouped_kernel(trial.device)):
         yield Problem("fp8-without-kernel", device=trial.device.type)
         return
     recipe = recipe_of(trial.model)

@@ -38,8 +38,7 @@ def compute_in_fp8(model: GPTModel, precision: PrecisionConfig) -> None:
         return
     gradients = E5M2 if precision.fp8_format == "hybrid" else E4M3
     by_row = precision.fp8_recipe == "rowwise"
-    side = precision.fp8_block_size if precision.fp8_recipe == "blockwise" else None
-    recipe = Fp8Recipe(gradients, by_row, model.sequence_group, block=side)
+    recipe = Fp8Recipe(gradients, by_row, model.sequence_group, block=precision.fp8_block)
     selected = precision.fp8_layers(model.config.num_layers)
     for block in model.layers.values():
         if isinstance(block, Block) and block.layer in selected:

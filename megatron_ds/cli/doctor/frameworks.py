@@ -179,12 +179,25 @@ def _load(path: Path) -> dict[str, Any]:
     """The content of a file, with the defaults of `${VARIABLE:default}`."""
     # gpt-neox's files are JSON with comments and with the booleans of Python: YAML reads them.
     parse = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix, _parse_yaml)
-    try:
+
+    def read() -> Any:
         if path.exists() and not path.is_file():
             raise ValueError("it is no regular file")
         if path.stat().st_size > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE} bytes")
-        values = parse(ENVIRONMENT.sub(r"\1", path.read_text("utf-8")))
+        return parse(ENVIRONMENT.sub(r"\1", path.read_text("utf-8")))
+
+    return _checked(read, path)
+
+
+def _checked(read: Callable[[], Any], path: Path | str) -> dict[str, Any]:
+    """The values by key that a function reads from a file.
+
+    Raises:
+        UserError: If it raises an exception, or the values are not those of a settings file.
+    """
+    try:
+        values = read()
         if not isinstance(values, dict):
             raise ValueError("it is not a mapping")
         check_values(values)
@@ -255,14 +268,7 @@ def translate_yaml_cfg(
     Raises:
         UserError: If the file cannot be read.
     """
-    try:
-        values = _parse_yaml(text)
-        if not isinstance(values, dict):
-            raise ValueError("it is not a mapping")
-        check_values(values)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise user_error("doctor-file-unreadable", path=path, reason=reason) from error
+    values = _checked(functools.partial(_parse_yaml, text), path)
     return translate_values("megatron_yaml", _of_megatron_yaml(values), origin, world_size)
 
 

@@ -96,6 +96,12 @@ class PrecisionConfig:
             return range(num_layers)
         return range(self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16)
 
+    @property
+    def fp8_block(self) -> int | None:
+        """Length of the blocks of rows that have scales, and side of those of weights; None: no
+        blocks have."""
+        return self.fp8_block_size if self.fp8_recipe == "blockwise" else None
+
     def rounds(self, rows: int, columns: int) -> bool:
         """Whether a matrix of this size is large enough for fp8, and has sizes for its kernels.
 

@@ -60,7 +60,7 @@ def fp8_problems(config: Config) -> Iterator[Problem]:
         config: Configuration without other problems.
     """
     yield from _size_problems(config)
-    if config.precision.fp8_format is not None and config.precision.fp8_recipe == "blockwise":
+    if config.precision.fp8_format is not None and config.precision.fp8_block is not None:
         yield from _shard_problems(config)
         yield from _slice_problems(config)
 

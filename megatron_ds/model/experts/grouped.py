@@ -19,6 +19,7 @@ from megatron_ds.model.kernels.elementwise import EAGER, TOLERANCE
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import copy_to_group, reduce_from_group_
 from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.row_groups import group_of_rows, group_sizes
 from megatron_ds.parallel.sharding import declared_parameter
 
 
@@ -107,15 +108,9 @@ GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 [out, R] and [R, in] to [e, out, in]."""
 
 
-def _sizes(ends: Tensor) -> list[int]:
-    """The number of rows of each group."""
-    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return sizes
-
-
 def loop_over_matmuls(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Multiplies the groups in a loop. The host waits for the group sizes."""
-    counts = _sizes(ends)
+    counts = group_sizes(ends)
     if b.ndim == 3:
         return torch.cat([rows @ matrix for rows, matrix in zip(a.split(counts), b, strict=True)])
     pairs = zip(a.split(counts, dim=1), b.split(counts), strict=True)
@@ -129,7 +124,7 @@ def multiply_padded(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     than the product of some hundred rows. Groups of similar sizes share a kernel here.
     """
     rows = a.shape[0] if b.ndim == 3 else a.shape[1]
-    sizes = _sizes(ends)
+    sizes = group_sizes(ends)
     starts = [end - size for end, size in zip(ends.tolist(), sizes, strict=True)]
     if b.ndim == 3:
         result = a.new_empty(rows, b.shape[2])
@@ -192,8 +187,7 @@ class _StackedMatmul(torch.autograd.Function):
         if layer.reduce_over is not None:
             y = reduce_from_group_(y, layer.reduce_over)
         if bias is not None:
-            rows = torch.arange(len(y), dtype=ends.dtype, device=ends.device)
-            y += bias.index_select(0, torch.searchsorted(ends, rows, right=True))
+            y += bias.index_select(0, group_of_rows(ends, len(y)))
         return y
 
     @staticmethod
@@ -209,7 +203,7 @@ class _StackedMatmul(torch.autograd.Function):
 def _sum_groups(rows: Tensor, ends: Tensor, multiply: GroupedMatmul) -> Tensor:
     """The sum of each group's rows, in a fixed order: [R, out] to [e, out]."""
     if is_host(rows.device.type):
-        return torch.stack([group.sum(0) for group in rows.split(_sizes(ends))])
+        return torch.stack([group.sum(0) for group in rows.split(group_sizes(ends))])
     # Kernels of products need rows of 16 bytes.
     return multiply(rows.t(), rows.new_ones(len(rows), 8), ends)[..., 0]
 

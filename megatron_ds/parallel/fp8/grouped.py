@@ -14,14 +14,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.parallel.collectives import reduce_from_group_
 from megatron_ds.parallel.fp8.linear import Fp8Recipe
-from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, KERNEL_ERROR, Rounded, scale_of
+from megatron_ds.parallel.fp8.rounding import (
+    E4M3,
+    E5M2,
+    KERNEL_ERROR,
+    Rounded,
+    largest_of_ranks,
+    round_matrix,
+    scale_of,
+)
 from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.row_groups import group_of_rows, group_sizes
 
 
 class Fp8Experts:
@@ -51,7 +59,7 @@ class Fp8Experts:
         def compute() -> Rounded:
             groups = (self.group,) if dim == self.sharded else ()
             rows = weight if dim == 2 else weight.mT
-            amax = _largest_of_ranks(rows.abs().amax(2, keepdim=True).float(), *groups)
+            amax = largest_of_ranks(rows.abs().amax(2, keepdim=True).float(), groups)
             scale = scale_of(amax, E4M3)
             return Rounded((rows.float() / scale).to(E4M3).contiguous(), scale)
 
@@ -59,17 +67,16 @@ class Fp8Experts:
 
     def round_rows(self, rows: Tensor, dtype: torch.dtype, *, is_sharded: bool) -> Rounded:
         """Activations or gradients with a scale for each row."""
-        amax = rows.abs().amax(1, keepdim=True).float()
-        scale = scale_of(_largest_of_ranks(amax, *((self.group,) if is_sharded else ())), dtype)
-        return Rounded((rows.float() / scale).to(dtype), scale)
+        groups = (self.group,) if is_sharded else ()
+        return round_matrix(rows, 1, dtype, by_row=True, groups=groups)
 
     def round_columns(self, rows: Tensor, dtype: torch.dtype, ends: Tensor) -> Rounded:
         """The same with a scale for each expert's features, [e, features]."""
-        expert = _expert_of_rows(rows, ends)
+        expert = group_of_rows(ends, len(rows))
         amax = rows.new_zeros((len(ends), rows.shape[1]), dtype=torch.float32)
         index = expert[:, None].expand_as(rows)
         amax.scatter_reduce_(0, index, rows.abs().float(), "amax")
-        scale = scale_of(_largest_of_ranks(amax, self.recipe.tokens), dtype)
+        scale = scale_of(largest_of_ranks(amax, (self.recipe.tokens,)), dtype)
         return Rounded((rows.float() / scale[expert]).to(dtype), scale)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
@@ -78,7 +85,7 @@ class Fp8Experts:
         y = multiply_groups(rows, self.round_weight(weight, 2), ends, x.dtype)
         if self.sharded == 2 and self.group.size > 1:
             y = reduce_from_group_(y, self.group)
-        return y if bias is None else y + bias[_expert_of_rows(y, ends)]
+        return y if bias is None else y + bias[group_of_rows(ends, len(y))]
 
     def backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor, *, has_bias: bool
@@ -92,26 +99,9 @@ class Fp8Experts:
         grad_weight = multiply_columns(by_feature, inputs, ends, weight.dtype)
         grad_bias = None
         if has_bias:
-            groups = grad.split(_sizes(ends))
+            groups = grad.split(group_sizes(ends))
             grad_bias = torch.stack([group.sum(0) for group in groups])
         return grad_x, grad_weight, grad_bias
-
-
-def _largest_of_ranks(amax: Tensor, *groups: Group) -> Tensor:
-    for group in groups:
-        if group.size > 1:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group.handle)
-    return amax
-
-
-def _expert_of_rows(rows: Tensor, ends: Tensor) -> Tensor:
-    numbers = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
-    return torch.searchsorted(ends, numbers, right=True)
-
-
-def _sizes(ends: Tensor) -> list[int]:
-    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return sizes
 
 
 def multiply_groups(a: Rounded, b: Rounded, ends: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,7 +112,7 @@ def multiply_groups(a: Rounded, b: Rounded, ends: Tensor, dtype: torch.dtype) ->
     """
     if dtype is torch.bfloat16 and len(a.codes) and has_grouped_kernel(a.codes.device):
         return _multiply_groups_by_kernel(a, b, ends)
-    sizes = _sizes(ends)
+    sizes = group_sizes(ends)
     parts = zip(a.codes.split(sizes), a.scale.split(sizes), b.codes, b.scale, strict=True)
     products = [
         rows.float() @ matrix.float().t() * scale * matrix_scale.t()
@@ -138,7 +128,7 @@ def multiply_columns(a: Rounded, b: Rounded, ends: Tensor, dtype: torch.dtype) -
     """
     if dtype is torch.bfloat16 and len(a.codes) and has_grouped_kernel(a.codes.device):
         return _multiply_columns_by_kernel(a, b, ends)
-    sizes = _sizes(ends)
+    sizes = group_sizes(ends)
     parts = zip(a.codes.split(sizes), b.codes.split(sizes), a.scale, b.scale, strict=True)
     products = [
         one.float().t() @ other.float() * scale[:, None] * other_scale

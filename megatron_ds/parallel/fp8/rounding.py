@@ -74,11 +74,7 @@ def round_matrix(
         groups: Groups whose ranks have parts of the ranges.
     """
     largest = x.abs().amax(dim, keepdim=True) if by_row else x.abs().amax()
-    amax = largest.float()
-    for group in groups:
-        if group.size > 1:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group.handle)
-    scale = scale_of(amax, dtype)
+    scale = scale_of(largest_of_ranks(largest.float(), groups), dtype)
     codes = (x.float() / scale).to(dtype)
     if dim == 0:
         return Rounded(codes.t().contiguous(), scale.t().contiguous() if by_row else scale)
@@ -144,6 +140,14 @@ def power_of_two_above(x: Tensor) -> Tensor:
     """
     exponents = (x.view(torch.int32) + 0x007FFFFF) & 0x7F800000
     return torch.where(x.isfinite(), exponents.view(torch.float32), x)
+
+
+def largest_of_ranks(amax: Tensor, groups: Iterable[Group]) -> Tensor:
+    """The largest values of all ranks of the groups, one group after the other, in `amax`."""
+    for group in groups:
+        if group.size > 1:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group.handle)
+    return amax
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
