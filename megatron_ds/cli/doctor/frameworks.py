@@ -41,7 +41,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.cli.doctor.shell.reading import LARGEST_FILE, Reading
-from megatron_ds.cli.doctor.trainers import huggingface, nanotron, neox, primus, torchtitan
+from megatron_ds.cli.doctor.trainers import (
+    huggingface,
+    megatron_yaml,
+    nanotron,
+    neox,
+    primus,
+    torchtitan,
+)
 from megatron_ds.cli.doctor.trainers.settings import Settings, is_off, text_of
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
@@ -54,6 +61,7 @@ FILES = (".toml", ".yaml", ".yml", ".json")
 ENVIRONMENT = re.compile(r"\$\{\w+:([^}]*)\}")
 PREPARE: Mapping[str, Callable[[Settings], None]] = {
     "huggingface": huggingface.prepare,
+    "megatron_yaml": megatron_yaml.prepare,
     "nanotron": nanotron.prepare,
     "neox": neox.prepare,
     "primus": primus.prepare,
