@@ -159,10 +159,7 @@ class Config:
             yield from map(self.with_origin, ineffective(group, names, self._values))
         yield from self.data.warnings()
         yield from self.optimizer.warnings()
-        matrices = self.optimizer.spec.matrices
-        is_orthogonal = matrices is not None and matrices.is_orthogonal
-        if self.model.use_mup and is_orthogonal and self.optimizer.muon_scale_mode == "spectral":
-            yield Problem("mup-with-spectral-muon", settings=self.optimizer)
+        yield from _transfer_warnings(self.model, self.optimizer)
 
     def with_origin(self, problem: Problem) -> Problem:
         """Add to a problem where the values of its fields come from, other than from flags."""
@@ -338,6 +335,19 @@ def _combination_problems(config: Config) -> Iterator[Problem]:
     yield from _sequence_problems(config)
     if config.model.has_depth_transfer and not config.optimizer.spec.has_bounded_steps:
         yield Problem("mup-depth-with-sgd", settings=config.model)
+
+
+def _transfer_warnings(model: ModelConfig, optimizer: OptimizerConfig) -> Iterator[Problem]:
+    """Warns of what muP makes of a learning rate, a factor or a base that is not meant so."""
+    spec = optimizer.spec
+    is_orthogonal = spec.matrices is not None and spec.matrices.is_orthogonal
+    if model.use_mup and is_orthogonal and optimizer.muon_scale_mode == "spectral":
+        yield Problem("mup-with-spectral-muon", settings=optimizer)
+    std = model.embedding_init_method_std
+    has_rate = spec.has_bounded_steps and not is_orthogonal
+    yield from model.transfer_warnings(
+        optimizer.lr if has_rate else 0.0, model.init_method_std if std is None else std
+    )
 
 
 def _compile_problems(config: Config) -> Iterator[Problem]:

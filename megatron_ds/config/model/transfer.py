@@ -11,12 +11,18 @@ from collections.abc import Iterator
 from megatron_ds.config.fields import Decides, exclusive_problem, option_field, when
 from megatron_ds.config.model.architecture import ResidualConfig, SizesConfig, VocabularyConfig
 from megatron_ds.config.model.attention import AttentionConfig
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, with_value
 from megatron_ds.dataclass import dataclass
 
 MUP = when(use_mup=True)
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
 """Options of the multipliers that muP sets."""
+FARTHEST = 1024
+"""Largest ratio of sizes to those of the base model, or theirs to these: width 16,384 and 16."""
+LARGE_RATE = 0.1
+"""Rate of matrices from which it is most likely a typing error."""
+LARGE_LOGITS = 10.0
+"""Deviation of the first logits from which the loss starts tens of nats too high."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,14 @@ class TransferConfig(VocabularyConfig, ResidualConfig, AttentionConfig, SizesCon
     mup_base_num_layers: int | None = option_field(None, minimum=1, only_with=MUP)
     """Layers of the base model: attention and MLP are added times base / layers, and Adam's epsilon
     is scaled alike, as in CompleteP (default: the depth is not scaled)."""
-    mup_base_head_dim: float | None = option_field(None, above=0, only_with=MUP)
+    mup_base_head_dim: float | None = option_field(None, minimum=1e-8, maximum=1e8, only_with=MUP)
     """Attention scores are multiplied by sqrt(this) / head dimension ^ power (default: 1)."""
     mup_attn_scale_power: float = option_field(1.0, minimum=0, maximum=10, only_with=MUP)
     """Power of the head dimension in the factor of the attention scores; 0.5 is ordinary
     attention."""
-    mup_embedding_mult: float = option_field(1.0, above=0, only_with=MUP)
+    mup_embedding_mult: float = option_field(1.0, minimum=1e-8, maximum=1e4, only_with=MUP)
     """Factor of the embedding's output."""
-    mup_output_mult: float = option_field(1.0, above=0, only_with=MUP)
+    mup_output_mult: float = option_field(1.0, minimum=1e-8, maximum=1e4, only_with=MUP)
     """Factor of the logits; 1 means base / hidden size."""
     mup_independent_weight_decay: bool = option_field(
         False, only_with=MUP, decides=Decides.TRAINING
@@ -96,9 +102,41 @@ class TransferConfig(VocabularyConfig, ResidualConfig, AttentionConfig, SizesCon
         return float(base / self.head_dim**self.mup_attn_scale_power)
 
     def transfer_problems(self) -> Iterator[Problem]:
-        """Check that nothing else sets what muP sets."""
+        """Check that nothing else sets what muP sets, and that the base model can be one."""
         if not self.use_mup:
             return
         for name in FACTORS:
             if getattr(self, name) != 1.0:
                 yield exclusive_problem(name, "use_mup", reason="muP sets this factor")
+        sizes = (("mup_base_hidden_size", "hidden_size"), ("mup_base_num_layers", "num_layers"))
+        for base, size in sizes:
+            if (value := getattr(self, base)) is None or min(value, getattr(self, size)) < 1:
+                continue
+            if not 1 / FARTHEST <= getattr(self, size) / value <= FARTHEST:
+                yield Problem(
+                    "mup-base-too-far",
+                    base,
+                    size,
+                    base=with_value(self, base),
+                    size=with_value(self, size),
+                    farthest=FARTHEST,
+                )
+
+    def transfer_warnings(self, lr: float, output_std: float) -> Iterator[Problem]:
+        """Warn of a base width and a factor of the logits that most likely mean something else.
+
+        Args:
+            lr: Learning rate of an optimizer whose steps it bounds; 0 of another one.
+            output_std: Initial deviation of the output layer.
+        """
+        base = self.hidden_size if self.mup_base_hidden_size is None else self.mup_base_hidden_size
+        if not self.use_mup or min(base, self.hidden_size, self.num_attention_heads) < 1:
+            return
+        if base < self.head_dim and base < self.hidden_size:
+            yield Problem("mup-base-narrower-than-head", settings=self, head=self.head_dim)
+        rate = lr / self.width_mult
+        if lr < rate > LARGE_RATE:
+            yield Problem("mup-rate-large", settings=self, rate=rate)
+        deviation = self.logits_factor * output_std * self.hidden_size**0.5
+        if self.mup_output_mult != 1.0 and deviation > LARGE_LOGITS:
+            yield Problem("mup-logits-large", settings=self, deviation=deviation)

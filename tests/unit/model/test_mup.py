@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig, OptimizerConfig
+from megatron_ds.config.fields import field_problems
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.declaration.architecture import is_state, model_spec, unit_weights
 from megatron_ds.model.declaration.rates import multiplier_rule
@@ -249,6 +250,61 @@ def test_what_mup_sets_is_not_set_otherwise() -> None:
         assert "out-of-range" in codes(config.problems(1))
     with raises_problem("mup-undeclared-weight"):
         multiplier_rule(OptimizerConfig(lr=0.1), wide())(Weight("layers.0.x.weight", (4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("options", "problems"),
+    [
+        ({"mup_output_mult": 1e30}, "out-of-range: mup_output_mult"),
+        ({"mup_embedding_mult": 1e-30}, "out-of-range: mup_embedding_mult"),
+        ({"mup_base_head_dim": 1e30}, "out-of-range: mup_base_head_dim"),
+        ({"mup_base_hidden_size": 0}, "out-of-range: mup_base_hidden_size"),
+        ({"mup_base_hidden_size": 64 * 1024, "mup_base_num_layers": 2 * 1024}, ""),
+        ({"mup_base_hidden_size": 64 * 1025}, "mup-base-too-far: mup_base_hidden_size hidden_size"),
+        ({"mup_base_num_layers": 2 * 1025}, "mup-base-too-far: mup_base_num_layers num_layers"),
+        (
+            {"hidden_size": 16 * 1025, "num_attention_heads": 1025},
+            "mup-base-too-far: mup_base_hidden_size hidden_size",
+        ),
+    ],
+)
+def test_sizes_and_factors_that_cannot_be_meant_are_refused(
+    options: dict[str, Any], problems: str
+) -> None:
+    """Claim (command-line): factors of muP beyond all use, and base models more than 1,024 times
+    as large or as small as the model, are refused by name; bases and factors that most likely mean
+    something else are warned of"""
+    model = wide(**options)
+    listed = [*field_problems(model), *model.transfer_problems()]
+    named = [f"{problem.code}: {' '.join(problem.fields)}" for problem in listed]
+    assert named == ([problems] if problems else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "lr", "expected"),
+    [
+        ({}, 3e-3, []),
+        ({"mup_output_mult": 1.0}, 3e-3, []),
+        ({"mup_output_mult": 24.0}, 3e-3, []),
+        ({"mup_output_mult": 26.0}, 3e-3, ["mup-logits-large"]),
+        ({"mup_output_mult": 24.0, "embedding_init_method_std": 0.1}, 3e-3, ["mup-logits-large"]),
+        ({"mup_base_hidden_size": 8}, 3e-3, []),
+        ({"mup_base_hidden_size": 4}, 3e-3, ["mup-base-narrower-than-head"]),
+        ({"mup_base_hidden_size": 2048}, 3e-3, []),
+        ({"mup_base_hidden_size": 4096}, 3e-3, ["mup-rate-large"]),
+        ({"use_mup": False, "mup_base_hidden_size": 4096}, 3e-3, []),
+        ({"mup_base_hidden_size": 0}, 3e-3, []),
+        ({"num_attention_heads": 0, "mup_base_hidden_size": 4}, 3e-3, []),
+    ],
+)
+def test_bases_and_factors_that_most_likely_mean_something_else_are_warned_of(
+    options: dict[str, Any], lr: float, expected: list[str]
+) -> None:
+    config = Config(model=wide(**options), optimizer=OptimizerConfig(lr=lr))
+    assert codes(config.warnings()) == expected
+    # Their steps are bounded otherwise.
+    sgd = Config(model=wide(**options), optimizer=OptimizerConfig(lr=lr, optimizer="sgd"))
+    assert "mup-rate-large" not in codes(sgd.warnings())
 
 
 if __name__ == "__main__":
