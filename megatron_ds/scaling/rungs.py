@@ -138,8 +138,8 @@ def target_problems(config: Config) -> Iterator[Problem]:
             yield Problem("ladder-of-changing-schedule", name)
     if _samples_of(config) is None:
         yield Problem("ladder-without-length", "train_tokens")
-    if config.model.num_attention_heads < 2:
-        yield Problem("ladder-of-one-head", "num_attention_heads")
+    if config.model.num_attention_heads <= LEAST_RUNS:
+        yield Problem("ladder-of-few-heads", settings=config.model, least=LEAST_RUNS + 1)
 
 
 def ladder_of(config: Config, settings: LadderSettings) -> Ladder:
@@ -173,7 +173,17 @@ def ladder_of(config: Config, settings: LadderSettings) -> Ladder:
             chosen = _descending(sizes[:top], count, settings.size_factor)
             if _operations(chosen, ratios, target, settings) <= 1.001 * budget:
                 return Ladder(target, _rungs(chosen, ratios, target, settings))
-    raise UserError(Problem("ladder-budget-too-small", "budget", budget=f"{budget:.3g}"))
+    count = min(LEAST_RUNS, settings.runs)
+    least = _operations(sizes[:count], ratios, target, settings)
+    raise UserError(
+        Problem(
+            "ladder-budget-too-small",
+            budget=budget,
+            count=count,
+            least=least,
+            share=math.ceil(1e4 * least / target.operations) / 1e4,
+        )
+    )
 
 
 def _descending(sizes: list[Rung], count: int, factor: float) -> list[Rung]:

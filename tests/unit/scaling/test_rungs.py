@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_evaluations_have_about_the_same_samples() -> None:
     [
         ({"train_tokens": None}, {}, "ladder-without-length"),
         ({"curriculum_seqlen": (8, 512, 100)}, {}, "ladder-of-changing-schedule"),
-        ({"num_attention_heads": 1, "num_query_groups": None}, {}, "ladder-of-one-head"),
+        ({"num_attention_heads": 3, "num_query_groups": None}, {}, "ladder-of-few-heads"),
         ({}, {"budget": 1e9}, "ladder-budget-too-small"),
     ],
 )
@@ -149,3 +150,14 @@ def test_a_run_without_a_ladder_is_refused(
 ) -> None:
     with raises_problem(code):
         ladder(large(**changes), **settings)
+
+
+def test_the_least_budget_that_is_named_suffices() -> None:
+    with raises_problem("ladder-budget-too-small") as caught:
+        ladder(share=1e-6)
+    percentage = re.search(r"([0-9.]+)%", str(caught.problem))
+    assert percentage is not None
+    share = float(percentage[1]) / 100
+    assert len(ladder(share=share).rungs) == 3
+    with raises_problem("ladder-budget-too-small"):
+        ladder(share=share - 2e-4)
