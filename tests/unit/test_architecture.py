@@ -238,7 +238,7 @@ def test_functions_that_are_kept_have_names() -> None:
     """No lambda is assigned, the default of a parameter, or an entry of a table."""
     kept = []
     for path in [*sources(), *ENTRY_POINTS]:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes(path):
             values: list[Any] = []
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 values = [node.value]
@@ -390,15 +390,18 @@ def test_modules_keep_no_state() -> None:
     """No `global`; no module-level container that a function of the module changes."""
     offenders = []
     for path in sources():
-        module = tree(path)
         containers = {
             target.id
-            for statement in module.body
+            for statement in tree(path).body
             if isinstance(statement, ast.Assign | ast.AnnAssign)
             for target in getattr(statement, "targets", None) or [statement.target]
             if isinstance(target, ast.Name)
         }
-        for function in ast.walk(module):
+        if not any(
+            isinstance(node, ast.Global) or changes(node, containers) for node in nodes(path)
+        ):
+            continue
+        for function in nodes(path):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 shared = containers - local_names(function)
                 offenders += [

@@ -1,11 +1,12 @@
 """GGUF files: keys and tensors, read on demand and written one tensor at a time.
 
 A file has keys with values, name, type, shape and place of each tensor, and the tensors' bytes,
-each at a multiple of 32 bytes. The library `gguf` reads and writes everything but these bytes.
+each at a multiple of 32 bytes. The library `gguf` writes everything but these bytes.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.safetensors_files import WRITE_BYTES, read_ahead
 from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.fileio.atomic import fsync_path, name_in_errors, start_writeback
+from megatron_ds.tokenizer.gguf.header import read_header
 
 ALIGNMENT = 32
 """Bytes of which the place of a tensor is a multiple."""
@@ -69,20 +71,23 @@ def open_file(path: Path) -> GgufFile:
     """
     gguf = import_library("gguf", NEEDED_BY)
     size = path.stat().st_size
-    reader = gguf.GGUFReader(path)
+    header = read_header(path)
     keys = {
-        name: _value(field) for name, field in reader.fields.items() if not name.startswith("GGUF.")
+        name: _shortened(value) if name in header.single_precision else value
+        for name, value in header.keys.items()
     }
     tensors: dict[str, TensorReader] = {}
     type_names: dict[str, str] = {}
-    for tensor in reader.tensors:
-        name = str(tensor.name)
-        type_names[name] = tensor.tensor_type.name
-        shape = tuple(int(length) for length in reversed(tensor.shape.tolist()))
-        end = int(tensor.data_offset) + int(tensor.n_bytes)
+    for tensor in header.tensors:
+        name = tensor.name
+        shape = tensor.shape
+        ggml_type = gguf.GGMLQuantizationType(tensor.type_index)
+        type_names[name] = ggml_type.name
+        block_elements, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
+        end = tensor.offset + math.prod(shape) // block_elements * block_bytes
         if end > size or 0 in shape:
             raise ValueError(f"the tensor {name} ends at byte {end} of {size}")
-        location = (path, int(tensor.data_offset), shape)
+        location = (path, tensor.offset, shape)
         if type_names[name] == QUANTIZED:
             tensors[name] = TensorReader.full(shape, torch.float32, _quantized_reader(*location))
         elif (dtype := TYPES.get(type_names[name])) is not None:
@@ -92,13 +97,9 @@ def open_file(path: Path) -> GgufFile:
     return GgufFile(keys, tensors, type_names)
 
 
-def _value(field: Any) -> Any:
-    """The value of a key: a bool, integer, float, text, or a list of such."""
-    value = field.contents()
-    if field.types and field.types[-1].name == "FLOAT32":
-        shorten = _shortest
-        return [shorten(one) for one in value] if isinstance(value, list) else shorten(value)
-    return value
+def _shortened(value: Any) -> Any:
+    """A float of 32 bits, or a list of such, as the shortest decimal numbers."""
+    return [_shortest(one) for one in value] if isinstance(value, list) else _shortest(value)
 
 
 def _shortest(value: float) -> float:

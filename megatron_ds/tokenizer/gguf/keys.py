@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.checks import import_library
-from megatron_ds.config.problems import option
 from megatron_ds.tokenizer.base import library_errors
+from megatron_ds.tokenizer.gguf.header import MAGIC, read_header
 
-MAGIC = b"GGUF"
-"""First bytes of a file of llama.cpp."""
 START = "tokenizer."
 PREFIX = f"{START}ggml."
 MODEL = f"{PREFIX}model"
@@ -63,12 +60,10 @@ def read_keys(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: If the file is damaged.
     """
-    gguf = import_library("gguf", f"{option('tokenizer_model')} {path}")
     with library_errors("gguf-tokenizer-damaged", path=path):
-        fields = gguf.GGUFReader(path).fields
         return {
-            name: field.contents()
-            for name, field in fields.items()
+            name: value
+            for name, value in read_header(path).keys.items()
             if name.startswith((START, KEEPS_SPECIAL_TEXT))
         }
 
