@@ -26,10 +26,12 @@ TOOL = preprocess_data
 NAME = "messages_document"
 
 
-def flags(folder: Path, template: str | None, *more: object) -> tuple[object, ...]:
+def flags(
+    folder: Path, template: str | None, *more: object, workers: int = 1
+) -> tuple[object, ...]:
     tokenizer = chats.write_tokenizer(folder / "tokenizer", template)
     kind = ("--tokenizer-type", "HFTokenizer", "--tokenizer-model", tokenizer)
-    return ("--output-prefix", folder / "out", "--chat", *kind, *more)
+    return ("--output-prefix", folder / "out", "--chat", "--workers", workers, *kind, *more)
 
 
 def read(prefix: Path) -> list[tuple[list[int], list[int]]]:
@@ -66,8 +68,8 @@ def test_ids_and_mask_are_those_of_transformers(
     conversations = CONVERSATIONS + [WITH_TOOLS] * (name == "llama")
     lines = chats.write_lines(tmp_path / "in.jsonl", conversations)
     # Chunks of one conversation, and several workers, change nothing.
-    more = ("--input", lines, "--workers", 2, "--chunk-size", 1)
-    printed = run(*flags(tmp_path, TEMPLATES[name], *more))
+    more = ("--input", lines, "--chunk-size", 1)
+    printed = run(*flags(tmp_path, TEMPLATES[name], *more, workers=2))
     assert printed_codes(printed.err) == []
     wanted = [expected(tmp_path, conversation) for conversation in conversations]
     assert read(tmp_path / f"out_{NAME}") == wanted
