@@ -49,6 +49,8 @@ class GptSize:
     """Flags of the run beyond the common ones."""
     smallest_gib: Mapping[int, float] = field(default_factory=dict)
     """Micro-batch -> memory of a device below which it is not tried, where that is known."""
+    global_batch: int | None = None
+    """Samples of a step. None: one micro-batch."""
 
     @property
     def is_gpt2(self) -> bool:
@@ -107,6 +109,18 @@ LLAMA = {
     "position_embedding_type": "rope",
     "add_bias_linear": False,
 }
+LLAMA_8B = {
+    **LLAMA,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 14336,
+    "untie_embeddings_and_output_weights": True,
+}
+BF16_STATES = {
+    "zero_stage": 2,
+    "bf16_master_weights": True,
+    "bf16_stochastic_round": True,
+    "no_accumulate_allreduce_grads_in_fp32": True,
+}
 SIZES = {
     "tiny": GptSize(2, 64, 4, 32, (2,), vocab=257),
     "tiny-llama": GptSize(
@@ -162,14 +176,24 @@ SIZES = {
         32,
         4096,
         (1,),
+        Goal(9_300),
+        vocab=128256,
+        architecture=LLAMA_8B,
+        flags={"optimizer": "sgd", "sgd_momentum": 0, "recompute_activations": True},
+        global_batch=8,
+    ),
+    # AdamW with weights, gradients and moments in bf16.
+    "llama-8b-bf16": GptSize(
+        32,
+        4096,
+        32,
+        4096,
+        (2, 1),
         Goal(10_500),
         vocab=128256,
-        architecture={
-            **LLAMA,
-            "num_query_groups": 8,
-            "ffn_hidden_size": 14336,
-            "untie_embeddings_and_output_weights": True,
-        },
-        flags={"optimizer": "sgd", "sgd_momentum": 0, "recompute_activations": True},
+        architecture=LLAMA_8B,
+        flags={**BF16_STATES, "recompute_activations": True},
+        global_batch=8,
     ),
+    "tiny-bf16": GptSize(2, 64, 4, 32, (2,), vocab=257, flags=BF16_STATES, global_batch=4),
 }

@@ -147,6 +147,7 @@ CASES = {
     ),
     "llama bf16": Case({"bf16": True, **LLAMA}, reference=None),
     "moe bf16": Case({"bf16": True, "num_experts": 4, "moe_router_topk": 2}, reference=None),
+    "bf16 states": Case({"bf16": True, **BF16_STATES}, tolerance=LOW_TOLERANCE),
     "muon bf16": Case({"bf16": True, "optimizer": "muon"}, reference=None),
     "eager zero 3": Case({"zero_stage": 3, "no_compile": True}),
     "tensor-parallel": Case({"tensor_model_parallel_size": 2}, ranks=2),

@@ -87,11 +87,12 @@ def _rates(row: Row, size: GptSize, how: Measurement) -> Row:
     """Tokens per second, and the utilization that follows from them."""
     if "seconds" not in row:
         return {}
-    rate = row["micro_batch"] * size.sequence / row["seconds"]
+    rate = (size.global_batch or row["micro_batch"]) * size.sequence / row["seconds"]
     flops = size.flops_per_token()
     causal_flops = size.flops_per_token(is_causal=True)
     rates = {
         "tokens_per_second": rate,
+        "samples": size.global_batch or row["micro_batch"],
         "goal": str(size.goal),
         "flops_per_token": flops,
         "mfu": flops * rate / (how.peak_tflops * 1e12),
@@ -116,6 +117,7 @@ def lines(row: Row) -> Iterator[str]:
         f"{row['tokens_per_second']:,.0f} tokens/s (goal: {row['goal']})",
         f"{row['seconds'] * 1e3:.1f} ms/step",
         f"micro-batch {row['micro_batch']}",
+        *([] if row["samples"] == row["micro_batch"] else [f"{row['samples']} samples a step"]),
         f"MFU {row['mfu']:.1%}" + (f" ({of_measured:.1%} of measured)" if of_measured else ""),
         *([] if peak is None else [f"{peak / 2**30:.1f} GiB"]),
         *([] if row["syncs"] is None else [f"{row['syncs']} waits"]),
@@ -155,6 +157,7 @@ def training_flags(size: GptSize, tokens: Path, micro_batch: int) -> dict[str, o
     return {
         **size.command(),
         "micro_batch_size": micro_batch,
+        "global_batch_size": size.global_batch,
         "attention_dropout": 0,
         "hidden_dropout": 0,
         "bf16": True,

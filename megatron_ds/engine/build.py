@@ -31,10 +31,15 @@ from megatron_ds.engine.deepspeed.stage_messages import StageMessages
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from megatron_ds.engine.module import ModuleBuilder
 from megatron_ds.engine.optimizers.adam_kernels import available_on
-from megatron_ds.engine.optimizers.build import attach_matrices, client_optimizer
+from megatron_ds.engine.optimizers.build import (
+    attach_elements,
+    attach_matrices,
+    client_optimizer,
+)
 from megatron_ds.engine.optimizers.cautious_decay import decay_cautiously
 from megatron_ds.engine.optimizers.param_groups import parameter_groups
 from megatron_ds.engine.parts import EngineParts
+from megatron_ds.engine.states.shared_masters import share_masters
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.launch.cpp_ops import build as build_cpp_ops
@@ -94,6 +99,9 @@ def build_engine(
     if not _is_deepcompiled(ds_config):
         warnings += trials.run_checks(trials.ENGINE_CHECKS, trial)
     _correct(engine, model, mesh, ds_config, device)
+    step, eager = trials.compiled_step(trial)
+    attach_elements(engine, config.zero_stage, mesh, config.runtime.seed, step)
+    warnings += eager
     built = EngineParts(
         engine,
         model,
@@ -187,6 +195,7 @@ def _correct(
     deepspeed_patches.check_every_copy(engine.optimizer, mesh)
     nvme_states.align_gradients(engine.optimizer)
     leave_gradients_in_place(engine.optimizer, device)
+    share_masters(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
 
 

@@ -22,8 +22,10 @@ from torch import nn
 
 from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
+from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.generate import compiles_efficient_linear
+from megatron_ds.engine.optimizers.stochasticadamw import Update, compile_update
 from megatron_ds.engine.readback import DTYPES
 from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.cores import order_of
@@ -206,6 +208,22 @@ def attention_options(
     packing = _packing_options(config)
     kinds = config.parallel.cp_comm_type
     return AttentionOptions(samples, documents, kernels, packing, kinds), warnings
+
+
+def compiled_step(trial: Trial) -> tuple[Update | None, list[Problem]]:
+    """Compile the step of weights that are rounded stochastically. Collective.
+
+    Returns:
+        The step, None if it is eager or another one; and why it is eager on any rank.
+    """
+    runtime = trial.run.runtime
+    is_compiled = runtime.compile or get_accelerator().is_triton_supported()
+    is_stochastic = in_effect(trial.run.optimizer).bf16_stochastic_round
+    if runtime.no_compile or not (is_compiled and is_stochastic):
+        return None, []
+    step, local = compile_update(trial.device)
+    problem = _first_of_all_ranks(local, trial.mesh)
+    return (step, []) if problem is None else (None, [problem])
 
 
 def _packing_options(config: Config) -> PackingOptions | None:

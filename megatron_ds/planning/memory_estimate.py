@@ -278,7 +278,8 @@ class _Sizes:
                 device["accumulated gradients"] = inputs.accumulation_bytes * full
         elif inputs.zero_stage == 3 or not inputs.offload_optimizer:
             optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
-        optimizer["master weights"] = inputs.master_bytes * partition
+        if not inputs.has_shared_masters:
+            optimizer["master weights"] = inputs.master_bytes * partition
         optimizer["moments"] = self.moments * inputs.master_bytes // FP32
         if (hpz_size := int(inputs.zero.get("zero_hpz_partition_size", 1))) > 1:
             device["second copies"] = inputs.param_bytes * -(-full // hpz_size)
@@ -398,8 +399,12 @@ class _Sizes:
             elements = 0 if is_sent_in_place else min(self.full, ALLREDUCE_BUCKET)
             message = inputs.reduction_bytes * elements
             return max(message, self.matrix_updates())
-        # The optimizer steps on a flat copy of its partition.
-        step = 0 if inputs.offload_optimizer else FP32 * self.partition
+        # The optimizer steps on a flat copy of the gradients of its partition.
+        copied = FP32
+        if inputs.has_shared_masters:
+            copied = inputs.accumulation_bytes
+            copied += inputs.master_bytes if inputs.master_bytes != copied else 0
+        step = 0 if inputs.offload_optimizer else copied * self.partition
         step += self.matrix_updates()
         buckets = self.num_buckets * self.bucket
         return max(buckets, step) if inputs.zero_stage < 3 else buckets + step

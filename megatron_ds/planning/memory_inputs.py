@@ -97,6 +97,11 @@ class MemoryInputs:
     with dropout saves its scores."""
 
     @property
+    def has_shared_masters(self) -> bool:
+        """Whether the master weights are the parameters themselves."""
+        return self.master_bytes == self.param_bytes == 2 and not self.offload_optimizer
+
+    @property
     def sums_in_place(self) -> bool:
         """Whether stage 1 all-reduces bf16 gradients in the accumulation buffer, without a copy."""
         formats = self.is_bf16, self.accumulation_bytes, self.reduction_bytes

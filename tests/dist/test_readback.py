@@ -69,6 +69,8 @@ def layouts() -> dict[str, Config]:
     offload = {"cpu_optimizer": True}
     fp16 = {"fp16": True, "allow_fp16_on_cpu": True}
     unaccumulated = {**bf16, "accumulate_allreduce_grads_in_fp32": False}
+    masters = {**unaccumulated, "bf16_master_weights": True}
+    stochastic = {"bf16_stochastic_round": True}
     all_offload = {**offload, "remote_device": "cpu"}
 
     def of_file(stage: int, values: dict[str, Any]) -> Config:
@@ -100,6 +102,8 @@ def layouts() -> dict[str, Config]:
         "zero1 offload": config(1, deepspeed=offload),
         "zero2 bf16 offload": config(2, precision=bf16, deepspeed=offload),
         "zero3 bf16 offload": config(3, precision=bf16, deepspeed=all_offload),
+        "zero2 bf16 stochastic": config(2, precision=masters, optimizer=stochastic),
+        "zero3 bf16 stochastic": config(3, precision=masters, optimizer=stochastic),
         "zero2 fp16": config(2, precision={**fp16, "initial_loss_scale": 2.0**8}),
         "zero3 fp16 static": config(3, precision={**fp16, "loss_scale": 128.0}),
         "tp2 recomputed": config(1, tp=2, recompute=DEEPSPEED_UNITS),
@@ -189,6 +193,7 @@ ON_THE_HOST = {
     "all_reduce by megatron_ds/training/exit_conditions.py _largest",
     "megatron_ds/parallel/embedding.py <genexpr>",
     "megatron_ds/engine/optimizers/matrix_optimizer.py _step_elements",
+    "megatron_ds/engine/optimizers/stochasticadamw.py _step_flat",
 }
 """Reads of host tensors: the agreement on stopping has its own group for them, numbers of steps are
 never moved, and token ids are checked by an assertion on the device where that is not the CPU."""

@@ -70,6 +70,11 @@ MORE: dict[str, tuple[int, dict[str, Any], Settings]] = {
         zero3(offload_optimizer=ON_CPU, offload_param=ON_CPU),
         {"bf16": True},
     ),
+    "zero2-dp2-stochastic": (
+        2,
+        {"stage": 2},
+        {"bf16": True, "bf16_master_weights": True, "bf16_stochastic_round": True},
+    ),
     "zero0-folded": (2, {"stage": 0}, {**PP2, **FOLDED}),
     "zero2-cp2-packed": (2, {"stage": 2}, {"context_parallel_size": 2, **PACKED}),
     "zero3-dp2-cp2": (

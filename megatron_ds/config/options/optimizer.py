@@ -73,6 +73,9 @@ class OptimizerConfig:
     """Type of second moments."""
     use_bnb_optimizer: bool = option_field(False, only_with=when(optimizer="adam"))
     """Keep Adam's moments in 8 bits, by bitsandbytes (an approximation)."""
+    bf16_stochastic_round: bool = option_field(False, only_with=when(optimizer="adam"))
+    """Round weights and second moments in bf16 stochastically, so that small updates are kept in
+    the mean; with --bf16-master-weights."""
     lion_beta1: float = _fraction(0.9, only_with=LION)
     """Weight of Lion's momentum in its step."""
     lion_beta2: float = _fraction(0.99, only_with=LION)

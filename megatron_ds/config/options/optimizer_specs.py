@@ -166,6 +166,16 @@ ADAM_8_BIT = dataclasses.replace(
     is_bound_to_layout=True,
     excluded_axes=("offload", "pp", "sp", "experts"),
 )
+ADAM_STOCHASTIC = dataclasses.replace(
+    ADAM,
+    title="StochasticAdamW",
+    type="megatron_ds.StochasticAdamW",
+    params=_BETAS_AND_EPSILON,
+    states=(State("exp_avg"), State("exp_avg_sq")),
+    switch="bf16_stochastic_round",
+    has_kernels=False,
+    excluded_axes=("offload", "experts"),
+)
 SGD = OptimizerSpec(
     "sgd",
     "SGD",
@@ -238,7 +248,7 @@ SOAP = OptimizerSpec(
     ),
 )
 
-SPECS = (ADAM, ADAM_8_BIT, SGD, LION, MUON, NORMUON, SOAP)
+SPECS = (ADAM, ADAM_8_BIT, ADAM_STOCHASTIC, SGD, LION, MUON, NORMUON, SOAP)
 """All optimizers, in the order of the choices of --optimizer; variants follow their optimizer."""
 NAMES = tuple(dict.fromkeys(spec.name for spec in SPECS))
 """Values of --optimizer."""

@@ -5,7 +5,8 @@ this package, and what saves time and noise. The settings that loading a checkpo
 restored elsewhere: the loss scaler's in `loss_scaler.py`, the optimizer's in `param_groups.py`, and
 clipping in `zero.py`; `nvme_states.py` makes ordinary tensors of states on a disk, and
 `flat_gradients.py` sums and clips the gradients of the bf16 optimizer of stage 1, and
-`gradient_sums.py` spares the other optimizers of ZeRO copies and messages.
+`gradient_sums.py` spares the other optimizers of ZeRO copies and messages; `shared_masters.py` of
+the states makes master weights in bf16 the parameters.
 
 Private attributes of DeepSpeed are also read, without being replaced, in `deepspeed/partitions.py`,
 `deepspeed/checkpoint_io.py`, `deepspeed/nvme_states.py`, `states/resharding.py`,

@@ -346,7 +346,9 @@ def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
     for axis in spec.excluded_axes:
         if layout[axis] != support_matrix.AXES[axis].default:
             words = support_matrix.AXES[axis].flags_text(layout[axis])
-            yield Problem("8-bit-adam-layout", spec.switch, layout=words)
+            yield Problem(
+                "adam-variant-layout", spec.switch, switch=option(spec.switch), layout=words
+            )
     yield from _step_problems(config)
     dp_size = config.parallel.data_parallel_size(world_size)
     if dp_size and dp_size % max(1, in_effect(deepspeed).zero_hpz_partition_size):
@@ -371,6 +373,12 @@ def _step_problems(config: Config) -> Iterator[Problem]:
         "optimizer_offload_fraction": in_effect(config.deepspeed).optimizer_offload_fraction < 1,
     }
     others = [name for name in ("cautious_weight_decay", "qk_clip") if getattr(options, name)]
+    if options.bf16_stochastic_round:
+        if not only_moments["bf16_master_weights"]:
+            yield Problem("bf16-stochastic-round-without-bf16-masters")
+        for name in ("use_bnb_optimizer", "cautious_weight_decay"):
+            if getattr(options, name):
+                yield exclusive_problem(name, "bf16_stochastic_round")
     for name in (*chosen, *others):
         excluded = reasons | (only_moments if name in (*chosen, "qk_clip") else {})
         yield from (exclusive_problem(other, name) for other, holds in excluded.items() if holds)

@@ -14,6 +14,9 @@ from megatron_ds.engine.optimizers.adam_kernels import apex_adam
 from megatron_ds.engine.optimizers.distributed_matrices import find_matrices
 from megatron_ds.engine.optimizers.matrix_optimizer import MatrixOptimizer
 from megatron_ds.engine.optimizers.param_groups import with_own_settings
+from megatron_ds.engine.optimizers.rounding import blocks_of
+from megatron_ds.engine.optimizers.stochasticadamw import StochasticAdamW, Update
+from megatron_ds.engine.states.flats import own_flats
 from megatron_ds.parallel.mesh import Mesh
 
 OWN = "megatron_ds"
@@ -82,3 +85,19 @@ def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -
     dtype = torch.float32 if in_fp32 else torch.bfloat16
     empty = torch.empty(0, dtype=dtype, device=device)
     optimizer.attach(find_matrices(engine, stage, mesh, empty))
+
+
+def attach_elements(engine: Any, stage: int, mesh: Mesh, seed: int, step: Update | None) -> None:
+    """Give an optimizer that rounds stochastically the elements of its flat tensors.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        stage: ZeRO stage.
+        mesh: Mesh of this process.
+        seed: Seed of the run.
+        step: The compiled step; None: it is not compiled.
+    """
+    optimizer = engine.basic_optimizer
+    if isinstance(optimizer, StochasticAdamW):
+        flats = own_flats(engine, stage, mesh)
+        optimizer.attach(seed, {flat.master: blocks_of(flat, mesh.tp) for flat in flats}, step)

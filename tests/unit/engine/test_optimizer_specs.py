@@ -14,6 +14,7 @@ from megatron_ds.config import OptimizerConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.optimizer_specs import (
     ADAM_8_BIT,
+    ADAM_STOCHASTIC,
     MOMENT_TYPES,
     SPECS,
     OptimizerSpec,
@@ -27,8 +28,9 @@ from tests.optimizers import options_of
 from tests.unit.engine.ds_files import merged
 from tests.unit.engine.test_muon import attached, stepped
 
-ELEMENTWISE = [spec for spec in SPECS if spec is not ADAM_8_BIT]
-"""Those of torch and of this package; bitsandbytes is not required."""
+ELEMENTWISE = [spec for spec in SPECS if spec not in (ADAM_8_BIT, ADAM_STOCHASTIC)]
+"""Those of torch and of this package; bitsandbytes is not required, and stochastic rounding needs
+the elements of flat tensors."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

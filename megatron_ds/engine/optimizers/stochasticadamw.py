@@ -1,0 +1,185 @@
+"""AdamW on weights and moments in bf16, with stochastic rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.config.devices import is_host
+from megatron_ds.config.problems import Problem
+from megatron_ds.engine.optimizers.adamw import CHUNK
+from megatron_ds.engine.optimizers.rounding import (
+    LOW_HALF,
+    Block,
+    as_int32,
+    key_of,
+    random_bits,
+    round_stochastically,
+)
+from megatron_ds.model.kernels.elementwise import TOLERANCE, largest_error
+
+HOST_CHUNK = 2**15
+"""Elements that are updated at once on a host, whose caches then have all temporary tensors."""
+Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def update(
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    place: Tensor,
+    settings: Tensor,
+) -> None:
+    """Step a block of weights, in fp32.
+
+    The weight is rounded by the low half, the second moment by the high half of the random bits:
+    both change by less than bf16 resolves. The first moment is rounded to the nearest value.
+
+    Args:
+        weights: bf16, [rows, columns].
+        gradient: Of the same shape.
+        exp_avg: First moment, bf16.
+        exp_avg_sq: Second moment, bf16.
+        place: Key of the random bits, position of the first element in the complete weight, and
+            elements of it from one row to the next, int32 [3].
+        settings: beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr weight_decay, lr / (1 - beta1^t),
+            1 / sqrt(1 - beta2^t), eps, fp32 [8].
+    """
+    beta1, rest1, beta2, rest2, decay, rate, correction, eps = settings.unbind()
+    key, position, step = place.unbind()
+    slope = gradient.float()
+    average = exp_avg.float() * beta1 + slope * rest1
+    square = exp_avg_sq.float() * beta2 + slope * slope * rest2
+    values = weights.float() * decay - average / (square.sqrt() * correction + eps) * rate
+    rows, columns = (
+        torch.arange(size, dtype=torch.int32, device=weights.device) for size in weights.shape
+    )
+    bits = random_bits(key, (rows * step).unsqueeze(1) + (columns + position))
+    exp_avg.copy_(average)
+    exp_avg_sq.copy_(round_stochastically(square, (bits >> 16) & LOW_HALF))
+    weights.copy_(round_stochastically(values, bits & LOW_HALF))
+
+
+class StochasticAdamW(torch.optim.AdamW):
+    """AdamW whose weights and moments are in bf16, rounded stochastically after each step.
+
+    A step is computed in fp32. Its result depends on the seed, the number of the step, the name of
+    a weight and the position in the complete weight, and not on the tensor that holds the element.
+
+    `attach` must be called before the first step.
+
+    Args:
+        params: Parameter groups, of flat tensors.
+        settings: Arguments of torch's AdamW.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self._seed = 0
+        self._blocks: Mapping[Tensor, Sequence[Block]] = {}
+        self._update: Update = update
+        self._chunk: int | None = None
+
+    def attach(
+        self, seed: int, blocks: Mapping[Tensor, Sequence[Block]], compiled: Update | None = None
+    ) -> None:
+        """Give the optimizer what its random bits depend on.
+
+        Args:
+            seed: Seed of the run.
+            blocks: The elements of the model in each flat tensor.
+            compiled: `update`, compiled, which needs no temporary memory. None: it is not.
+        """
+        on_host = all(is_host(tensor.device.type) for tensor in blocks)
+        size = None if compiled else HOST_CHUNK if on_host else CHUNK
+        self._seed = seed
+        self._update = compiled or update
+        self._blocks = {
+            tensor: [part for block in parts for part in (block.split(size) if size else (block,))]
+            for tensor, parts in blocks.items()
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is not None:
+                    self._step_flat(master, group)
+
+    def _step_flat(self, master: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(master)
+        state["step"] += 1  # on the host
+        step = int(state["step"])
+        blocks = self._blocks[master]
+        keys = {name: key_of(self._seed, step, name) for name in {block.name for block in blocks}}
+        places = torch.tensor(
+            [
+                (keys[block.name], as_int32(block.full_position), as_int32(block.full_step))
+                for block in blocks
+            ],
+            dtype=torch.int32,
+        ).to(master.device)
+        settings = _settings(group, step).to(master.device)
+        assert master.grad is not None
+        tensors = (master, master.grad, state["exp_avg"], state["exp_avg_sq"])
+        flat = [tensor.detach() for tensor in tensors]
+        for block, place in zip(blocks, places.unbind(), strict=True):
+            weights, gradient, average, square = (block.view(tensor) for tensor in flat)
+            self._update(weights, gradient, average, square, place, settings)
+
+
+def _settings(group: Mapping[str, Any], step: int) -> Tensor:
+    """The settings of `update`, fp32 on the host."""
+    beta1, beta2 = group["betas"]
+    values = (
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        1 - group["lr"] * group["weight_decay"],
+        group["lr"] / (1 - beta1**step),
+        1 / math.sqrt(1 - beta2**step),
+        group["eps"],
+    )
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def compile_update(device: torch.device) -> tuple[Update | None, Problem | None]:
+    """Compile `update` if it then computes what it should on this device.
+
+    Returns:
+        The function, or None and the reason why.
+    """
+    compiled = torch.compile(update, dynamic=True)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator(device).manual_seed(0)
+        group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
+        settings = _settings(group, 5).to(device)
+        place = torch.tensor((1, 2, 3), dtype=torch.int32, device=device)
+        for size in ((1, 4099), (33, 70)):
+            tensors = [torch.randn(size, generator=generator, device=device) for _ in range(4)]
+            tensors[3].square_()
+            results = [[tensor.bfloat16() for tensor in tensors] for _ in range(2)]
+            for function, values in zip((compiled, update), results, strict=True):
+                function(*values, place, settings)
+            yield from ((one.float(), other.float()) for one, other in zip(*results, strict=True))
+
+    with torch.no_grad():
+        error = largest_error(pairs)
+    if isinstance(error, str):
+        return None, Problem("stochastic-rounding-eager", reason=error)
+    if not error <= TOLERANCE:  # also if the error is nan
+        reason = f"what torch.compile makes of it has a relative error of {error:.2g}"
+        return None, Problem("stochastic-rounding-eager", reason=reason)
+    return compiled, None
