@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.accelerator.models import BF16_STATES
 from benchmarks.accelerator.processes import Outcome, Row, budget, flags, read_json, run
 from benchmarks.common import write_json
 from megatron_ds.launch.device import visible_devices

@@ -18,7 +18,7 @@ from torch import nn
 from megatron_ds.config import Config
 from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.engine import trials
 from megatron_ds.engine.deepspeed import nvme_states
 from megatron_ds.engine.deepspeed import patches as deepspeed_patches
@@ -99,9 +99,7 @@ def build_engine(
     if not _is_deepcompiled(ds_config):
         warnings += trials.run_checks(trials.ENGINE_CHECKS, trial)
     _correct(engine, model, mesh, ds_config, device)
-    step, eager = trials.compiled_step(trial)
-    attach_elements(engine, config.zero_stage, mesh, config.runtime.seed, step)
-    warnings += eager
+    warnings += _attach_elements(engine, trial)
     built = EngineParts(
         engine,
         model,
@@ -197,6 +195,14 @@ def _correct(
     leave_gradients_in_place(engine.optimizer, device)
     share_masters(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
+
+
+def _attach_elements(engine: Any, trial: trials.Trial) -> list[Problem]:
+    """Give the optimizer that rounds stochastically its elements; why its step is eager."""
+    step, problems = trials.compiled_step(trial)
+    config = trial.config
+    attach_elements(engine, config.zero_stage, trial.mesh, config.runtime.seed, step)
+    return problems
 
 
 def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:

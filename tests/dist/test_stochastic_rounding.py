@@ -35,7 +35,8 @@ def changes() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> JobResults:
-    alone, pairs = Jobs(), Jobs()
+    alone = Jobs()
+    pairs = Jobs()
     for stage in STAGES:
         # Two micro-batches of one process are those of two ranks.
         case = Case(1, stage, 1, 2, "swiglu", "adamw")
@@ -56,7 +57,8 @@ def compare_positions(stage: int, meshes: Meshes) -> tuple[int, int]:
     engine = build(config, mesh)
     optimizer = engine._engine.basic_optimizer
     assert isinstance(optimizer, StochasticAdamW)
-    seen = wrong = 0
+    seen = 0
+    wrong = 0
     for flat in own_flats(engine._engine, stage, mesh):
         positions = torch.full((flat.master.numel(),), -1)
         for block in optimizer._blocks[flat.master]:

@@ -83,7 +83,8 @@ def _blocks(part: Part, tp: Group) -> Iterator[Block]:
     spec = shard_spec(part.parameter)
     size = math.prod(shape)
     if spec is None:
-        row_size = full_size = size
+        row_size = size
+        full_size = size
         sections = [(0, 0, size)]
     else:
         inner = math.prod(shape[spec.dim + 1 :])

@@ -22,7 +22,7 @@ from megatron_ds.engine.optimizers.rounding import (
 )
 from megatron_ds.model.kernels.elementwise import TOLERANCE, largest_error
 
-HOST_CHUNK = 2**15
+HOST_CHUNK = 2**16
 """Elements that are updated at once on a host, whose caches then have all temporary tensors."""
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
@@ -32,7 +32,7 @@ def update(
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    place: Tensor,
+    location: Tensor,
     settings: Tensor,
 ) -> None:
     """Step a block of weights, in fp32.
@@ -45,13 +45,13 @@ def update(
         gradient: Of the same shape.
         exp_avg: First moment, bf16.
         exp_avg_sq: Second moment, bf16.
-        place: Key of the random bits, position of the first element in the complete weight, and
+        location: Key of the random bits, position of the first element in the complete weight, and
             elements of it from one row to the next, int32 [3].
         settings: beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr weight_decay, lr / (1 - beta1^t),
             1 / sqrt(1 - beta2^t), eps, fp32 [8].
     """
     beta1, rest1, beta2, rest2, decay, rate, correction, eps = settings.unbind()
-    key, position, step = place.unbind()
+    key, position, step = location.unbind()
     slope = gradient.float()
     average = exp_avg.float() * beta1 + slope * rest1
     square = exp_avg_sq.float() * beta2 + slope * slope * rest2
@@ -122,7 +122,7 @@ class StochasticAdamW(torch.optim.AdamW):
         step = int(state["step"])
         blocks = self._blocks[master]
         keys = {name: key_of(self._seed, step, name) for name in {block.name for block in blocks}}
-        places = torch.tensor(
+        locations = torch.tensor(
             [
                 (keys[block.name], as_int32(block.full_position), as_int32(block.full_step))
                 for block in blocks
@@ -133,9 +133,9 @@ class StochasticAdamW(torch.optim.AdamW):
         assert master.grad is not None
         tensors = (master, master.grad, state["exp_avg"], state["exp_avg_sq"])
         flat = [tensor.detach() for tensor in tensors]
-        for block, place in zip(blocks, places.unbind(), strict=True):
+        for block, location in zip(blocks, locations.unbind(), strict=True):
             weights, gradient, average, square = (block.view(tensor) for tensor in flat)
-            self._update(weights, gradient, average, square, place, settings)
+            self._update(weights, gradient, average, square, location, settings)
 
 
 def _settings(group: Mapping[str, Any], step: int) -> Tensor:
@@ -166,13 +166,13 @@ def compile_update(device: torch.device) -> tuple[Update | None, Problem | None]
         generator = torch.Generator(device).manual_seed(0)
         group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
         settings = _settings(group, 5).to(device)
-        place = torch.tensor((1, 2, 3), dtype=torch.int32, device=device)
+        location = torch.tensor((1, 2, 3), dtype=torch.int32, device=device)
         for size in ((1, 4099), (33, 70)):
             tensors = [torch.randn(size, generator=generator, device=device) for _ in range(4)]
             tensors[3].square_()
             results = [[tensor.bfloat16() for tensor in tensors] for _ in range(2)]
             for function, values in zip((compiled, update), results, strict=True):
-                function(*values, place, settings)
+                function(*values, location, settings)
             yield from ((one.float(), other.float()) for one, other in zip(*results, strict=True))
 
     with torch.no_grad():

@@ -31,8 +31,8 @@ def share_masters(optimizer: Any) -> None:
         return
     partitions = optimizer.parallel_partitioned_bit16_groups
     ranks = [dist.get_rank(group) for group in optimizer.real_dp_process_group]
-    own = [parts[rank] for parts, rank in zip(partitions, ranks, strict=True)]
-    if not _share(optimizer.single_partition_of_fp32_groups, own):
+    of_rank = [parts[rank] for parts, rank in zip(partitions, ranks, strict=True)]
+    if not _share(optimizer.single_partition_of_fp32_groups, of_rank):
         return
     optimizer._link_all_hp_params()  # its views of the copies would keep them
     without_padding = optimizer._get_groups_without_padding

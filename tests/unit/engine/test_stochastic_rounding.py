@@ -175,7 +175,8 @@ def test_partitions_of_shards_are_stepped_as_the_complete_weight(name: str) -> N
 
 def test_a_step_is_that_of_adamw_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """To one of the neighbours in bf16; the first moment to the nearest."""
-    start, gradient = drawn((999,), 1), drawn((999,), 2)
+    start = drawn((999,), 1)
+    gradient = drawn((999,), 2)
     exact = nn.Parameter(start.float())
     reference = torch.optim.AdamW([exact], **SETTINGS)
     exact.grad = gradient.float()
@@ -206,7 +207,8 @@ def test_small_updates_are_kept_in_the_mean() -> None:
 
 
 def test_a_resume_continues_bit_for_bit() -> None:
-    start, gradients = drawn((500,), 1), [drawn((500,), seed) for seed in range(2, 8)]
+    start = drawn((500,), 1)
+    gradients = [drawn((500,), seed) for seed in range(2, 8)]
     expected = trained(optimizer_of(nn.Parameter(start.clone()), whole(500)), gradients)
     first = optimizer_of(nn.Parameter(start.clone()), whole(500))
     weights, *_ = trained(first, gradients[:3])
@@ -222,7 +224,8 @@ def test_a_resume_continues_bit_for_bit() -> None:
 def test_the_compiled_step_is_the_eager_one_bit_for_bit() -> None:
     step, problem = compile_update(torch.device("cpu"))
     assert problem is None
-    start, gradients = drawn((10_007,), 1), [drawn((10_007,), seed) for seed in (2, 3)]
+    start = drawn((10_007,), 1)
+    gradients = [drawn((10_007,), seed) for seed in (2, 3)]
     expected = trained(optimizer_of(nn.Parameter(start.clone()), whole(10_007)), gradients)
     compiled = optimizer_of(nn.Parameter(start.clone()), whole(10_007))
     compiled.attach(3, {compiled.param_groups[0]["params"][0]: whole(10_007)}, step)
