@@ -195,5 +195,15 @@ SIZES = {
         flags={**BF16_STATES, "recompute_activations": True},
         global_batch=8,
     ),
-    "tiny-bf16": GptSize(2, 64, 4, 32, (2,), vocab=257, flags=BF16_STATES, global_batch=4),
+    "tiny-bf16": GptSize(
+        2,
+        64,
+        4,
+        32,
+        (2,),
+        vocab=257,
+        architecture={**LLAMA, "num_query_groups": 2},
+        flags=BF16_STATES,
+        global_batch=4,
+    ),
 }

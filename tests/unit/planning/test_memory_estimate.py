@@ -298,6 +298,19 @@ def test_states_take_documented_bytes_per_parameter(
     assert found == pytest.approx(bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("stage", "dp_size", "bytes_per_parameter"), [(2, 1, 8), (2, 4, 2 + 6 / 4), (3, 4, 8 / 4)]
+)
+def test_states_in_bf16_take_documented_bytes_per_parameter(
+    stage: int, dp_size: int, bytes_per_parameter: float
+) -> None:
+    """The parameters are the master weights."""
+    in_bf16 = {"param_bytes": 2, "accumulation_bytes": 2, "master_bytes": 2}
+    engine = dataclasses.replace(SINGLE, zero_stage=stage, dp_size=dp_size, **in_bf16)
+    found = estimate(config(), engine).states
+    assert found == pytest.approx(bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3)
+
+
 def test_moments_have_the_bytes_of_the_declared_states() -> None:
     """The engine's test compares the declared states with those of the optimizers."""
 
