@@ -172,7 +172,8 @@ def compile_update(device: torch.device) -> tuple[Update | None, Problem | None]
             tensors[3].square_()
             results = [[tensor.bfloat16() for tensor in tensors] for _ in range(2)]
             for function, values in zip((compiled, update), results, strict=True):
-                function(*values, location, settings)
+                weights, gradient, average, square = values
+                function(weights, gradient, average, square, location, settings)
             yield from ((one.float(), other.float()) for one, other in zip(*results, strict=True))
 
     with torch.no_grad():

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import mark_sharded, take_shard
 from megatron_ds.parallel.weights import ShardSpec
 
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 COUNT = 2**16
 SIGMAS = 5
 """Standard deviations that a mean of random numbers may be off."""
