@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import this_machine, versions, write_json
 from megatron_ds.ladder.records import read_ladder
 from megatron_ds.ladder.runs import final_loss, step_seconds
-from megatron_ds.reports.history import read_run
+from megatron_ds.reports.history import METRICS, read_run
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -99,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
         output = tool("ladder.py", "run", ladder)
         write_json(result, {"ladder_seconds": seconds_in(output), "output": output})
     large = folder / "large"
-    if not (large / "metrics.jsonl").is_file():
-        words = ("--config", recipe, "--save", large, "--load", large)
+    if not is_trained(ladder, large):
+        words = ("--config", recipe, "--save", large, "--load", large, "--save-interval", 100)
         call([sys.executable, REPOSITORY / "pretrain_gpt.py", *words])
     judged = call(
         [sys.executable, REPOSITORY / "tools" / "ladder.py", "judge", ladder, large], may_fail=True
@@ -111,6 +111,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.page is not None:
         write_page(options.page, lines)
     return int("OUTSIDE" in judged)
+
+
+def is_trained(ladder: Path, large: Path) -> bool:
+    """Whether the next size has made its last step; an interrupted run continues."""
+    if not (large / METRICS).is_file():
+        return False
+    return final_loss(read_run(large), read_ladder(ladder).target.steps) is not None
 
 
 def seconds_in(output: str) -> float:
