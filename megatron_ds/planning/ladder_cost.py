@@ -17,7 +17,8 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class LadderCost:
-    """A ladder of `DEFAULT_BUDGET` of the run's operations, with its time on one device."""
+    """A ladder of `DEFAULT_BUDGET` of the run's operations, or of the smallest sizes if they need
+    more, with its time on one device."""
 
     ladder: Ladder
     plans: tuple[Plan, ...]
@@ -73,7 +74,7 @@ class LadderCost:
 
 
 def ladder_cost(plan: Plan, tokens: float | None) -> LadderCost | None:
-    """The ladder of a plan; None if its tokens are not known, or no ladder is so small.
+    """The ladder of a plan; None if its tokens are not known, or it has no ladder.
 
     Args:
         plan: Plan of the large run.
@@ -84,7 +85,7 @@ def ladder_cost(plan: Plan, tokens: float | None) -> LadderCost | None:
     lengths = {"train_tokens": round(tokens), "train_iters": None, "train_samples": None}
     config = with_values(plan.config, global_batch_size=plan.samples, **lengths)
     try:
-        ladder = ladder_of(config, LadderSettings(share=DEFAULT_BUDGET))
+        ladder = ladder_of(config, LadderSettings(share=DEFAULT_BUDGET, is_budget_raised=True))
         is_given = plan.efficiency_origin == "given"
         efficiency = plan.hardware.efficiency if is_given else 0.0  # by the size of the model
         device = dataclasses.replace(plan.hardware, efficiency=efficiency)

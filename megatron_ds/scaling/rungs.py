@@ -112,6 +112,8 @@ class LadderSettings:
     """Data-parallel processes of a run, by which its batch is divided."""
     seeds: int = 1
     """Runs of each size and length."""
+    is_budget_raised: bool = False
+    """Whether the smallest sizes are chosen where the budget suffices for none."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ def ladder_of(config: Config, settings: LadderSettings) -> Ladder:
             if _operations(chosen, ratios, target, settings) <= 1.001 * budget:
                 return Ladder(target, _rungs(chosen, ratios, target, settings))
     count = min(LEAST_RUNS, settings.runs)
+    if settings.is_budget_raised:
+        return Ladder(target, _rungs(sizes[:count], ratios, target, settings))
     least = _operations(sizes[:count], ratios, target, settings)
     raise UserError(
         Problem(

@@ -39,6 +39,17 @@ def test_a_plan_has_a_ladder_with_its_time(capsys: pytest.CaptureFixture[str]) -
         assert f"{run['parameters']:,}" in shown
 
 
+def test_the_smallest_sizes_are_shown_where_the_budget_suffices_for_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--num-attention-heads", "8", "--tokens", "50B", "--json"]
+    assert not tool.main([*LARGE, *words])
+    plan = json.loads(capsys.readouterr().out)
+    operations = plan["flops_per_step"] * 50e9 / plan["tokens_per_step"]
+    assert plan["ladder"]["operations"] > DEFAULT_BUDGET * operations
+    assert [run["hidden_size"] for run in plan["ladder"]["runs"]] == [256, 512, 768]
+
+
 @pytest.mark.parametrize(
     "words",
     [[], ["--tokens", "50B", "--num-attention-heads", "1"]],
