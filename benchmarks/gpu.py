@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +35,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.accelerator import certificate, smoke, train
+from benchmarks.accelerator.certificate_files import RefusedFileError
+from benchmarks.accelerator.certificate_rules import MOST_RANKS
 from benchmarks.accelerator.models import PEAK_TFLOPS, SIZES
 from benchmarks.accelerator.processes import RUN_S, Row, budget, run
 from benchmarks.common import this_machine, versions
@@ -103,17 +106,39 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.output is None and options.command == "certificate":
         parser.error("certificate needs --output FILE")
+    if options.ranks is not None and not 1 <= options.ranks <= MOST_RANKS:
+        parser.error(f"--ranks {options.ranks} is not 1 to {MOST_RANKS}, as a machine has")
     if options.data is None and options.command in ("references", "first"):
         parser.error(f"{options.command} needs --data FOLDER")
+    end_by_signal()
     budget.start(options.budget)
+    try:
+        return _run(options)
+    except RefusedFileError as error:
+        parser.exit(2, f"gpu.py: {error}\n")
+
+
+def end_by_signal() -> None:
+    """Let SIGTERM end what was started, too, as Ctrl-C does."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a command, and return its status."""
     begin = time.perf_counter()
     status = 0
     command = COMMANDS[options.command]
-    for row in budget.cases(command.cases(options)):
+    is_certificate = options.command == "certificate"
+    rows = command.cases(options)  # a certificate watches the budget, and says what is missing
+    for row in rows if is_certificate else budget.cases(rows):
         skipped = row.get("skipped")
         text = command.lines(row) if skipped is None else (f"{row['name']}: skipped, {skipped}",)
         print("\n".join(text), flush=True)
-        if options.output is not None and options.command != "certificate":
+        if options.output is not None and not is_certificate:
             _append(options.output, {"command": options.command, **row})
         status = max(status, row.get("exit_status", int(not row.get("passed", True))))
     print(f"{options.command}: {time.perf_counter() - begin:.0f} s")
@@ -181,19 +206,20 @@ def _certificate(options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.accelerator import device
     from megatron_ds.launch.device import visible_devices
 
-    found = device.measured(_rows(options))
-    if "bf16_tflops" not in found:
-        yield {"name": "rates of the device", "passed": False}
+    visible = visible_devices()
+    ranks = options.ranks or min(visible or 1, MOST_RANKS)
+    if visible is not None and ranks > visible:
+        yield {"name": f"--ranks {ranks}: {visible} devices are visible", "passed": False}
         return
-    names = ("bf16_tflops", "copy_tb_s", "memory_gib")
-    about = {
-        "device": device.name(),
-        "versions": versions(PACKAGES),
-        "rates": {name: found[name] for name in names if name in found},
-    }
-    ranks = options.ranks or visible_devices() or 1
+
+    def rates() -> Row:
+        found = device.measured(_rows(options))
+        names = ("bf16_tflops", "copy_tb_s", "memory_gib")
+        return {name: found[name] for name in names if name in found}
+
+    about = {"device": device.name(), "versions": versions(PACKAGES)}
     tiny = options.size.startswith(TINY)
-    yield from certificate.measure(options.output.resolve(), ranks, about, tiny=tiny)
+    yield from certificate.measure(options.output.resolve(), ranks, about, rates, tiny=tiny)
 
 
 def _references(options: argparse.Namespace) -> Iterator[Row]:

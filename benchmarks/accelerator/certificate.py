@@ -12,11 +12,11 @@ import json
 import math
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.accelerator import train
+from benchmarks.accelerator import certificate_files, train
 from benchmarks.accelerator.certificate_rules import (
     FORMAT,
     LOSSES,
@@ -25,6 +25,7 @@ from benchmarks.accelerator.certificate_rules import (
     VOCABULARY,
     all_passed,
     hardware_of,
+    head_problems,
     layouts,
     problems,
 )
@@ -38,7 +39,6 @@ from benchmarks.accelerator.processes import (
     read_json,
     run,
 )
-from benchmarks.common import write_json
 
 if TYPE_CHECKING:
     from megatron_ds.planning.hardware import Hardware
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 FOLDER = REPOSITORY / "benchmarks" / "certificates"
+SHOWN = 8
+"""Lines of the output of a failed part that are printed."""
 TINY_RUN: dict[str, object] = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -66,62 +68,83 @@ TINY_RUN: dict[str, object] = {
 }
 
 
-def measure(path: Path, ranks: int, measured: Mapping[str, Any], *, tiny: bool) -> Iterator[Row]:
+def measure(
+    path: Path, ranks: int, about: Mapping[str, Any], rates: Callable[[], Row], *, tiny: bool
+) -> Iterator[Row]:
     """Measure the parts that a file lacks, and write it after each.
 
     Args:
         path: The file.
         ranks: Devices that are used.
-        measured: Name, memory and rates of a device, versions.
+        about: Name of a device, and versions.
+        rates: Measures the rates of a device; an empty row if that fails.
         tiny: Measure tiny models, on a CPU.
+
+    Yields:
+        A row for each part, whether it "passed", and then for each reason why the file is refused.
+        Nothing is measured if it would be refused in any case.
+
+    Raises:
+        RefusedFileError: If the file has other content, which stays.
     """
-    values = read_json(path) if path.exists() else {}
     head = {
         "format": FORMAT,
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
-        "device": measured["device"],
         "ranks": ranks,
-        "versions": measured["versions"],
+        **about,
     }
-    same = ("format", "commit", "device", "ranks")
-    if any(values.get(key) != head[key] for key in same):
-        values = {**head, "rates": dict(measured["rates"]), "speeds": [], "layouts": []}
-        _write(path, values)
-    if not ("collectives" in values and all_passed(values)) and budget.left:
-        values |= _collectives(ranks, tiny)
-        _write(path, values)
-        yield {
-            "name": "collectives",
-            "passed": all_passed(values),
-            "count": len(values["collectives"]),
-        }
-    for name, more in layouts(ranks).items():
-        if all(row["name"] != name for row in values["layouts"]) and budget.left:
-            found = {"name": name, **_losses(more, ranks)}
-            if found["losses"]:
-                values["layouts"].append(found)
-                _write(path, values)
-            yield {**found, "passed": bool(found["losses"])}
-    for name in TINY_SIZES if tiny else MEASURED:
-        if all(row["size"] != name for row in values["speeds"]) and budget.left:
-            row = _speed(name, ranks, values, tiny=tiny)
-            if "tokens_per_second" in row:
-                values["speeds"].append(row)
-                _write(path, values)
-            yield {"name": name, **row, "passed": "tokens_per_second" in row}
+    values = certificate_files.begin_or_continue(path, head, tiny=tiny)
+    if refused := list(head_problems(values, tiny=tiny)):
+        yield from ({"name": text, "passed": False} for text in refused)
+        return
+    for row in _parts(values, ranks, rates, tiny=tiny):
+        if row["passed"]:
+            certificate_files.write(path, values)
+        yield row
     for text in problems(values):
         yield {"name": text, "passed": False}
 
 
+def _parts(values: Row, ranks: int, rates: Callable[[], Row], *, tiny: bool) -> Iterator[Row]:
+    """Measure the parts that a file lacks, and add to its values those that passed."""
+    if "rates" not in values and budget.left:
+        if measured := rates():
+            values["rates"] = measured
+        yield {"name": "rates of the device", "passed": bool(measured)}
+    if "rates" not in values:
+        return  # which the plans of speeds need
+    if not ("collectives" in values and all_passed(values)) and budget.left:
+        found, output = _collectives(ranks, tiny)
+        values |= found
+        passed = all_passed(values)
+        yield {"name": "collectives", "passed": passed, "output": output}
+    for name, more in layouts(ranks).items():
+        if all(row["name"] != name for row in values["layouts"]) and budget.left:
+            losses, output = _losses(more, ranks)
+            passed = len(losses) == LOSSES and not output
+            if passed:
+                values["layouts"].append({"name": name, "losses": losses})
+            yield {"name": name, "passed": passed, "output": output}
+    for name in TINY_SIZES if tiny else MEASURED:
+        if all(row["size"] != name for row in values["speeds"]) and budget.left:
+            row = _speed(name, ranks, values, tiny=tiny)
+            passed = "tokens_per_second" in row
+            if passed:
+                values["speeds"].append(row)
+            yield {"name": name, **row, "passed": passed}
+
+
 def lines(row: Row) -> Iterator[str]:
-    """Format the outcome of a part."""
-    text = f"{row['name']:20}{'passed' if row['passed'] else 'FAILED'}"
+    """Format the outcome of a part, with the end of its output if it failed."""
+    text = f"{row['name']:20} {'passed' if row['passed'] else 'FAILED'}"
     if "tokens_per_second" in row:
         planned = f"planned {row['planned']:,.0f}" if row["planned"] else "no plan for this device"
         text += f"  {row['tokens_per_second']:,.0f} tokens/s, {planned}, "
         text += f"{row['planned_after']:,.0f} with the measured rates"
     yield text
+    if not row["passed"]:
+        yield from (f"    {line}" for line in row.get("output", "").splitlines()[-SHOWN:])
 
 
 def planned(size: GptSize, ranks: int, micro_batch: int, device: Hardware) -> Plan:
@@ -163,29 +186,36 @@ def with_measured_rates(values: Mapping[str, Any]) -> Hardware:
     )
 
 
-def _collectives(ranks: int, tiny: bool) -> Row:
+def _collectives(ranks: int, tiny: bool) -> tuple[Row, str]:
+    """Rows of collectives and rates of links, and what failed."""
     if ranks == 1:
-        return {"collectives": [], "links": {}}
+        return {"collectives": [], "links": {}}, ""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         num_bytes = 2**20 if tiny else 2**28
         done = run([*_launcher(ranks), HERE / "collectives.py", report, num_bytes], timeout=120)
-        if done.status:
-            row = {"operation": "start", "passed": False, "output": done.output[-2000:]}
-            return {"collectives": [row], "links": {}}
-        return read_json(report)
+        if done.status or not report.exists():
+            return {"collectives": [], "links": {}}, done.output
+        found = read_json(report)
+    failed = [
+        f"{row['operation']} over {row['axis']} of {row['layout']}"
+        for row in found["collectives"]
+        if not row["passed"]
+    ]
+    return found, "\n".join(failed)
 
 
-def _losses(more: Mapping[str, object], ranks: int) -> Row:
-    """Losses of a tiny run in fp32 with some layout."""
+def _losses(more: Mapping[str, object], ranks: int) -> tuple[list[float], str]:
+    """Losses of a tiny run in fp32 with some layout, and its output if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         values = {**TINY_RUN, **more, "save": folder}
         done = run([*_launcher(ranks), "pretrain_gpt.py", *flags(values)], timeout=120)
         file = Path(folder) / "metrics.jsonl"
         text = file.read_text(encoding="utf-8") if file.exists() else ""
+    if done.status:
+        return [], done.output or f"status {done.status}"
     records = map(json.loads, text.splitlines())
-    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
-    return {"losses": losses, **({"output": done.output[-2000:]} if done.status else {})}
+    return [record["lm_loss"] for record in records if "lm_loss" in record], ""
 
 
 def _speed(name: str, ranks: int, values: Mapping[str, Any], *, tiny: bool) -> Row:
@@ -227,14 +257,10 @@ def _launcher(ranks: int) -> list[object]:
 
 
 def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    """The revision of the checkout; "unknown" without git."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes the file at once."""
-    draft = path.with_suffix(".draft")
-    write_json(draft, dict(values))
-    draft.replace(path)

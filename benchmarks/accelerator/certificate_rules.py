@@ -27,8 +27,8 @@ TINY_SIZES = ("tiny", "tiny-llama")
 """Sizes that try the program on a CPU."""
 SMALL_GIB = 40.0
 """Memory of a device below which sizes may be missing, except the first one."""
-DEVICES = {"H200": "h200", "H100": "h100", "A100": "a100", "MI300X": "mi300x"}
-"""Part of a device's name -> --hardware."""
+HOST = "cpu"
+"""The name that a device without a data sheet has."""
 LOSSES = 4
 """Steps of the run of a layout."""
 VOCABULARY = 256
@@ -94,11 +94,17 @@ def layouts(ranks: int) -> dict[str, dict[str, object]]:
 
 
 def hardware_of(name: str) -> Hardware | None:
-    """The devices that a plan knows by a device's name; None if it knows none."""
+    """The devices that a plan knows by a device's name; None if it knows none.
+
+    Its name, such as NVIDIA GeForce RTX 4090, contains the one that hardware.toml has.
+    """
     from megatron_ds.planning.hardware import HARDWARE
 
-    kind = next((kind for part, kind in DEVICES.items() if part in name.upper()), None)
-    return None if kind is None else HARDWARE[kind]
+    for kind, device in HARDWARE.items():
+        pattern = re.sub(r"(?<=[a-z])(?=\d)", " ?", kind) + r"(?!\d)"
+        if kind != HOST and re.search(pattern, name, re.IGNORECASE):
+            return device
+    return None
 
 
 def problems(values: object) -> list[str]:
@@ -108,13 +114,24 @@ def problems(values: object) -> list[str]:
     found = list(_schema_problems(values))
     if found:
         return found
-    found = [*_head_problems(values), *_rate_problems(values)]
+    tiny = {row["size"] for row in values["speeds"]} <= set(TINY_SIZES)
+    found = [*head_problems(values, tiny=tiny), *_rate_problems(values)]
     found += _collective_problems(values)
     found += _loss_problems(values["layouts"], values["ranks"])
     found += _size_problems(values)
     for row in values["speeds"]:
         found += _speed_problems(row, values)
     return found
+
+
+def damage(values: object) -> list[str]:
+    """Why a measurement cannot continue a file; empty if it can. Parts may be missing."""
+    if not isinstance(values, Mapping):
+        return ["it is no object"]
+    started = {"rates": {"bf16_tflops": 1, "copy_tb_s": 1}, "collectives": []}
+    links = {"bytes": 1, "gb_s": 1, "latency_s": 1}
+    has_links = values.get("links", {}) != {}
+    return list(_schema_problems({**started, **values, **({} if has_links else {"links": links})}))
 
 
 def all_passed(values: Mapping[str, Any]) -> bool:
@@ -144,17 +161,28 @@ def _type_problems(
     value: Any = values
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        yield f"{prefix}{key}: {value!r} is not of type {kinds}"
+    if value is None:
+        yield f"{prefix}{key}: missing"
+    elif not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        names = " or ".join(
+            kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
+        )
+        yield f"{prefix}{key}: {value!r} is no {names}"
     elif isinstance(value, int | float) and kinds is not bool and not 0 < value < math.inf:
         yield f"{prefix}{key}: {value!r} is no positive number"
 
 
-def _head_problems(values: Mapping[str, Any]) -> Iterator[str]:
+def head_problems(values: Mapping[str, Any], *, tiny: bool) -> Iterator[str]:
+    """Why no measurement with the head of a file is accepted, which is known before it starts.
+
+    Args:
+        values: Format, date, commit, device and ranks.
+        tiny: Whether tiny models are measured, on a device that may be unknown.
+    """
     if values["format"] != FORMAT:
         yield f"format: {values['format']} is not {FORMAT}"
-    if values["ranks"] > MOST_RANKS:
-        yield f"ranks: {values['ranks']} are more than the {MOST_RANKS} of a machine"
+    if not 0 < values["ranks"] <= MOST_RANKS:
+        yield f"ranks: {values['ranks']} are not 1 to {MOST_RANKS}, as a machine has"
     try:
         date = datetime.date.fromisoformat(values["date"])
         if date > datetime.date.today() + datetime.timedelta(days=1):
@@ -162,15 +190,14 @@ def _head_problems(values: Mapping[str, Any]) -> Iterator[str]:
     except ValueError:
         yield f"date: {values['date']!r} is not of the form YYYY-MM-DD"
     if not re.fullmatch(r"[0-9a-f]{7,40}", values["commit"]):
-        yield f"commit: {values['commit']!r} is no revision"
+        yield f"commit: {values['commit']!r} is no revision of a git checkout"
+    if not tiny and hardware_of(values["device"]) is None:
+        yield f"device: no data sheet of {values['device']!r} is known: add it to hardware.toml"
 
 
 def _rate_problems(values: Mapping[str, Any]) -> Iterator[str]:
     device = hardware_of(values["device"])
-    sizes = {row["size"] for row in values["speeds"]}
     if device is None:
-        if not sizes <= set(TINY_SIZES):
-            yield f"device: no data sheet of {values['device']!r} is known: add it to hardware.toml"
         return
     rates = values["rates"]
     limits = {

@@ -102,10 +102,18 @@ def run(words: Sequence[object], *, cpu: bool = False, timeout: float = RUN_S) -
         try:
             output, _ = process.communicate(timeout=min(timeout, budget.left))
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill_session(process.pid)
             output = process.communicate()[0] + b"\nended after its time limit"
+        except BaseException:  # Ctrl-C and others do not reach the session
+            _kill_session(process.pid)
+            raise
     return Outcome(process.returncode, time.perf_counter() - begin, output.decode(errors="replace"))
+
+
+def _kill_session(leader: int) -> None:
+    """Kills a process that leads a session, and those that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def read_json(path: Path) -> Row:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.accelerator import certificate, collectives
-from benchmarks.accelerator.processes import Outcome, run
+from benchmarks.accelerator.processes import REPOSITORY, Outcome, run
 from benchmarks.gpu import CANARY_FAILED, FIRST
 
 pytestmark = pytest.mark.proof
@@ -154,3 +159,35 @@ def test_a_certificate_of_two_ranks_is_accepted(tmp_path: Path) -> None:
     again = start("certificate", "--ranks", 2, "--output", output)
     assert again.status == 0, again.output
     assert "passed" not in again.output
+
+
+def test_a_certificate_that_is_ended_goes_on(tmp_path: Path) -> None:
+    """SIGTERM leaves the figures so far and no process; a budget of nothing says what is missing"""
+    output = tmp_path / "certificate.json"
+    words = ["benchmarks/gpu.py", "certificate", "--size", "tiny", "--ranks", "1"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    with subprocess.Popen(
+        [sys.executable, *words, "--output", output], cwd=REPOSITORY, env=environment
+    ) as process:
+        deadline = time.monotonic() + 300
+        while not output.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    before = json.loads(output.read_text(encoding="utf-8"))
+    assert before["speeds"] == []
+    done = start("certificate", "--ranks", 1, "--output", output, "--budget", 0)
+    assert done.status == 1
+    assert "layouts: data parallel, the same again missing" in done.output
+    assert json.loads(output.read_text(encoding="utf-8")) == before
+    done = start("certificate", "--ranks", 1, "--output", output)
+    assert done.status == 0, done.output
+    values = json.loads(output.read_text(encoding="utf-8"))
+    assert certificate.problems(values) == []
+    assert values["rates"] == before["rates"]
+    output.write_text("{", encoding="utf-8")
+    done = start("certificate", "--ranks", 1, "--output", output)
+    assert done.status == 2
+    assert output.read_text(encoding="utf-8") == "{"

@@ -4,6 +4,7 @@ engines.md of docs/use, the families of docs/training/model.md, the example of
 docs/running/planning.md with its picture, docs/running/measured.md, and the figures of
 examples/recipes."""
 
+from benchmarks.accelerator.certificate_files import RefusedFileError
 from tests import import_graph
 from tests.pages import (
     changes,
@@ -32,7 +33,11 @@ PAGES = (
     verified,
 )
 for module in PAGES:
-    module.OUTPUT.write_text(module.page(), encoding="utf-8")
+    try:
+        text = module.page()
+    except RefusedFileError as error:
+        raise SystemExit(str(error)) from None
+    module.OUTPUT.write_text(text, encoding="utf-8")
     print(f"wrote {module.OUTPUT}")
 plan_example.draw()
 recipes.write()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks import public_runs
-from benchmarks.accelerator import certificate
+from benchmarks.accelerator import certificate, certificate_files
 from benchmarks.accelerator.models import SIZES
-from benchmarks.accelerator.processes import read_json
 from benchmarks.public_runs import Run
 from megatron_ds.planning.hardware import HARDWARE
 from tests.pages.flags import REPOSITORY, markdown_table
@@ -37,7 +38,7 @@ def page() -> str:
         "errors": _errors(),
         "runs": _runs(),
         "unjudged": _unjudged(),
-        "certificates": _certificates(),
+        "certificates": certificates(certificate.FOLDER),
     }
     for name, table in tables.items():
         head, begin, rest = text.partition(BEGIN.format(name))
@@ -80,9 +81,13 @@ def _unjudged() -> str:
     return markdown_table((*COLUMNS[:-1], "why it is not judged"), rows)
 
 
-def _certificates() -> str:
-    """Predicted speeds of eight devices, and the measured ones of the files."""
-    files = [read_json(path) for path in sorted(certificate.FOLDER.glob("*.json"))]
+def certificates(folder: Path) -> str:
+    """Predicted speeds of eight devices, and the measured ones of the files of a folder.
+
+    Raises:
+        RefusedFileError: If a file is refused.
+    """
+    files = certificate_files.accepted(folder)
     rows = []
     for kind in PREDICTED:
         for name in certificate.MEASURED:
@@ -91,18 +96,23 @@ def _certificates() -> str:
             micro_batch = size.micro_batches_for(device.memory / 2**30)[0]
             plan = certificate.planned(size, RANKS, micro_batch, device)
             measured = [
-                speed["tokens_per_second"]
-                for values in files
+                (speed["tokens_per_second"], speed["micro_batch"])
+                for values in files.values()
                 if certificate.hardware_of(values["device"]) == device and values["ranks"] == RANKS
                 for speed in values["speeds"]
-                if (speed["size"], speed["micro_batch"]) == (name, micro_batch)
+                if speed["size"] == name
             ]
-            known = ", ".join(f"{rate:,.0f}" for rate in measured) or "none yet"
+            texts = [
+                f"{rate:,.0f}" + (f" (micro-batch {other})" if other != micro_batch else "")
+                for rate, other in measured
+            ]
+            known = ", ".join(texts) or "none yet"
             speed = f"{plan.tokens_per_second:,.0f}"
             rows.append((f"{RANKS} {kind}", name, str(micro_batch), speed, known))
     head = ("devices", "size", "micro-batch", "predicted tokens/s", "measured")
     others = [
         (
+            f"[{file}](../../benchmarks/certificates/{file}.json)",
             f"{values['ranks']} {values['device']}",
             speed["size"],
             str(speed["micro_batch"]),
@@ -110,10 +120,10 @@ def _certificates() -> str:
             f"{speed['planned'] or 0:,.0f}",
             f"{speed['planned_after']:,.0f}",
         )
-        for values in files
+        for file, values in files.items()
         for speed in values["speeds"]
     ]
-    titles = ("devices", "size", "micro-batch", "tokens/s", "planned", "with its rates")
+    titles = ("file", "devices", "size", "micro-batch", "tokens/s", "planned", "with its rates")
     found = markdown_table(titles, others) if others else "No file has been added yet.\n"
     return f"{markdown_table(head, rows)}\n{found}"
 

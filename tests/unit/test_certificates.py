@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 import math
+import re
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.accelerator import certificate, certificate_rules, collectives
+from benchmarks.accelerator import certificate, certificate_files, collectives
+from benchmarks.accelerator.certificate_files import RefusedFileError
 from benchmarks.accelerator.models import SIZES
 from benchmarks.accelerator.processes import Outcome
 from megatron_ds.planning.hardware import HARDWARE
+from tests.pages import measured
 
 RANKS = 8
-FILES = sorted(certificate.FOLDER.glob("*.json"))
 
 
 def values() -> dict[str, Any]:
@@ -156,6 +159,15 @@ def test_any_change_of_a_file_is_judged_without_an_error(data: st.DataObject) ->
     anything = [None, True, -1, 0, 10**30, 0.5, math.nan, math.inf, "", "x", [], {}, [[]], [{}]]
     target[key] = data.draw(st.sampled_from(anything))
     assert isinstance(certificate.problems(changed), list)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "file.json")
+        path.write_text(json.dumps(changed))
+        with (
+            patch.object(certificate, "run", return_value=Outcome(1, 0.0, "it failed")),
+            patch.object(certificate, "_commit", return_value=values()["commit"]),
+            suppress(RefusedFileError),
+        ):
+            list(certificate.measure(path, RANKS, ABOUT, rates, tiny=False))
 
 
 def test_a_speed_above_the_products_of_the_device_is_refused() -> None:
@@ -179,42 +191,190 @@ def test_a_plan_with_measured_rates_follows_them() -> None:
     ]
     assert 1.5 < seconds[1] / seconds[0] < 2.1
     assert certificate.with_measured_rates(values()).inside == 380e9
-    assert certificate.hardware_of("NVIDIA H200") == HARDWARE["h200"]
-    assert certificate.hardware_of("some card") is None
 
 
-def test_measuring_continues_where_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file.json"
-    started: list[str] = []
+ABOUT = {key: values()[key] for key in ("device", "versions")}
+
+
+def rates() -> dict[str, Any]:
+    """The measured rates of the device."""
+    measured: dict[str, Any] = values()["rates"]
+    return measured
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Command lines of the programs of a measurement, which all fail."""
+    commands: list[list[str]] = []
 
     def run(words: Any, **_: Any) -> Outcome:
-        started.append(str(words[0]))
+        commands.append([str(word) for word in words])
         return Outcome(1, 0.0, "it failed")
 
     monkeypatch.setattr(certificate, "run", run)
-    monkeypatch.setattr(certificate, "_commit", lambda: "abcdef12")
-    about = {key: values()[key] for key in ("device", "versions", "rates")}
-    rows = list(certificate.measure(path, RANKS, about, tiny=True))
-    assert started
-    assert not any(row["passed"] for row in rows)
-    assert json.loads(path.read_text())["speeds"] == []  # measured again the next time
+    monkeypatch.setattr(certificate, "_commit", lambda: values()["commit"])
+    return commands
+
+
+def test_measuring_continues_where_it_ended(tmp_path: Path, started: list[list[str]]) -> None:
+    path = tmp_path / "file.json"
+    rows = list(certificate.measure(path, RANKS, ABOUT, rates, tiny=True))
+    assert len(started) == 1 + len(certificate.layouts(RANKS)) + len(certificate.TINY_SIZES)
+    assert [row["name"] for row in rows if row["passed"]] == ["rates of the device"]
+    assert list(certificate.lines(rows[1]))[1:] == ["    it failed"]
+    assert json.loads(path.read_text())["rates"] == rates()
     started.clear()
-    speeds = [{"size": size} for size in certificate.TINY_SIZES]
-    path.write_text(json.dumps(values() | {"speeds": speeds}))
-    list(certificate.measure(path, RANKS, about, tiny=True))
+    layouts = values()["layouts"]
+    content = json.loads(path.read_text()) | {"layouts": layouts[:-1]}
+    path.write_text(json.dumps(content))
+    list(certificate.measure(path, RANKS, ABOUT, dict, tiny=True))
+    assert len(started) == 1 + 1 + len(certificate.TINY_SIZES)
+    assert json.loads(path.read_text())["layouts"] == layouts[:-1]
+
+
+def test_of_a_complete_file_nothing_is_measured(tmp_path: Path, started: list[list[str]]) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(values()))
+    assert list(certificate.measure(path, RANKS, ABOUT, dict, tiny=False)) == []
     assert started == []
-    other = copy.deepcopy(about) | {"device": "NVIDIA A100"}
-    list(certificate.measure(path, RANKS, other, tiny=True))
-    assert started  # another device is measured from the start
+    assert json.loads(path.read_text()) == values()
 
 
-@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_files_in_the_folder_are_accepted(path: Path) -> None:
-    assert certificate.problems(json.loads(path.read_text("utf-8"))) == []
+def test_a_layout_that_ends_early_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first losses are no result."""
+    monkeypatch.setattr(certificate, "_commit", lambda: values()["commit"])
+    path = tmp_path / "file.json"
+    content = values() | {"speeds": [], "layouts": []}
+    path.write_text(json.dumps(content))
+    outcomes: list[tuple[int, int]] = []
+
+    def run(words: Any, **_: Any) -> Outcome:
+        status, steps = outcomes.pop() if outcomes else (1, 0)
+        if "--save" in words:
+            lines = steps * [json.dumps({"lm_loss": 5.6})]
+            Path(words[words.index("--save") + 1], "metrics.jsonl").write_text("\n".join(lines))
+        return Outcome(status, 0.0, "")
+
+    monkeypatch.setattr(certificate, "run", run)
+    for status, steps, kept in ((1, 4, 0), (0, 2, 0), (0, 4, 1)):
+        outcomes[:] = [(status, steps)]
+        list(certificate.measure(path, RANKS, ABOUT, rates, tiny=True))
+        assert len(json.loads(path.read_text())["layouts"]) == kept
 
 
-def test_the_devices_of_the_predictions_are_known() -> None:
-    for kind in certificate_rules.DEVICES.values():
-        assert dataclasses.is_dataclass(HARDWARE[kind])
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(values())[:500],
+        "[]",
+        "",
+        "\0",
+        json.dumps(values() | {"device": "NVIDIA A100"}),
+        json.dumps(values() | {"ranks": 4}),
+        json.dumps(values() | {"commit": "0123456789"}),
+        json.dumps(values() | {"versions": {"torch": "2.12.0", "deepspeed": "0.19.8"}}),
+        json.dumps(values() | {"speeds": [speed_of("tiny", 1.0)]}),
+        json.dumps(values() | {"speeds": [{"size": "124m"}]}),
+        json.dumps(values() | {"layouts": {}}),
+        json.dumps(values() | {"collectives": [[]]}),
+        json.dumps(values() | {"links": []}),
+        json.dumps(values() | {"rates": None}),
+        '{"command": "train", "name": "default"}\n',
+    ],
+)
+def test_a_file_that_cannot_be_continued_stays(
+    content: str, tmp_path: Path, started: list[list[str]]
+) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    with pytest.raises(RefusedFileError, match=re.escape(str(path))):
+        list(certificate.measure(path, RANKS, ABOUT, rates, tiny=False))
+    assert path.read_text() == content
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("device", "some card"), ("commit", "unknown"), ("ranks", 9)]
+)
+def test_what_would_be_refused_is_not_measured(
+    key: str, value: Any, tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = values() | {key: value}
+    monkeypatch.setattr(certificate, "_commit", lambda: head["commit"])
+    about = {"device": head["device"], "versions": head["versions"]}
+    path = tmp_path / "file.json"
+    (row,) = certificate.measure(path, head["ranks"], about, rates, tiny=False)
+    assert row["name"].startswith(key)
+    assert not row["passed"]
+    assert started == []
+    assert not path.exists()
+
+
+def test_files_of_a_folder_are_refused_by_name(tmp_path: Path) -> None:
+    """Truncated, with a figure that cannot be, of tiny models, or a copy; two runs are accepted."""
+    again = values()
+    again["rates"]["bf16_tflops"] -= 1
+    for name, content in (("a", values()), ("b", again)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert certificate_files.accepted(tmp_path) == {"a": values(), "b": again}
+    fast = values()
+    fast["speeds"][0]["seconds"] = 0.01
+    tiny = values() | {"speeds": [speed_of(name, 1.0) for name in certificate.TINY_SIZES]}
+    files = {
+        "copy": json.dumps(values()),
+        "fast": json.dumps(fast),
+        "tiny": json.dumps(tiny),
+        "truncated": json.dumps(values())[:-9],
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    with pytest.raises(RefusedFileError) as caught:
+        certificate_files.accepted(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert [Path(line.partition(".json")[0]).name for line in lines] == [
+        "copy",
+        *2 * ["fast"],
+        "tiny",
+        "truncated",
+    ]
+
+
+def test_files_in_the_folder_are_accepted() -> None:
+    certificate_files.accepted(certificate.FOLDER)
+
+
+def test_a_file_has_its_rows_on_the_page(tmp_path: Path) -> None:
+    """Predicted rows of eight devices have its speeds, with the micro-batch if it is another."""
+    content = values()
+    smaller = content["speeds"][1]
+    smaller["micro_batch"] //= 2
+    smaller["tokens_per_second"] /= 2
+    (tmp_path / "h100-8.json").write_text(json.dumps(content))
+    lines = measured.certificates(tmp_path).splitlines()
+    predicted = [line for line in lines if line.startswith("| 8 h100 |")]
+    assert [row.rpartition(" | ")[2] for row in predicted] == [
+        f"{row['tokens_per_second']:,.0f}{more} |"
+        for row, more in zip(content["speeds"], ("", " (micro-batch 16)", "", ""), strict=True)
+    ]
+    assert sum(line.endswith("| none yet |") for line in lines) == 2 * len(predicted)
+    assert sum("[h100-8](../../benchmarks/certificates/h100-8.json)" in line for line in lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Ascend910B", "910b"),
+        ("NVIDIA RTX A1000", None),
+        ("cpu", None),
+    ],
+)
+def test_devices_are_known_by_their_names(name: str, kind: str | None) -> None:
+    assert certificate.hardware_of(name) == (kind and HARDWARE[kind])
