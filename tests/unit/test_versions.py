@@ -25,6 +25,10 @@ E   TypeError: no stream
 <testcase classname="tests.dist.test_nonfinite" name="test_x"><error message="no ranks"/></testcase>
 <testcase classname="tests.dist.test_x" name="test_x"><error message="not counted"/></testcase>
 </testsuite></testsuites>"""
+TORCH_SETS: dict[str, tuple[int, dict[str, str]]] = {
+    folder: (2, {}) for folder in bounds.FOLDERS["torch"]
+}
+"""Set of tests that needs torch -> how many ran, and the failed ones with their errors."""
 
 
 def test_results_are_those_of_the_report(tmp_path: Path) -> None:
@@ -134,10 +138,11 @@ def test_recorded_errors_name_no_folder_of_the_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "sets", "versions"),
     [
-        ("torch==2.1", {"commands": (4, {}), "engine": (2, {})}, {"torch": "2.1"}),
-        ("torch==2.1", {"commands": (4, {}), "engine": (2, {"test_x": "a | b"})}, {}),
-        ("torch==2.1", {"commands": (0, {}), "engine": (2, {})}, {}),
-        ("torch==2.1", {"engine": (2, {})}, {}),
+        ("torch==2.1", {"commands": (4, {}), **TORCH_SETS}, {"torch": "2.1"}),
+        ("torch==2.1", {"commands": (4, {}), "engine": (2, {})}, {}),
+        ("torch==2.1", {**TORCH_SETS, "commands": (4, {}), "engine": (2, {"test_x": "a | b"})}, {}),
+        ("torch==2.1", {**TORCH_SETS, "commands": (0, {})}, {}),
+        ("torch==2.1", TORCH_SETS, {}),
         ("ray==2.2", {"two nodes of Ray": (2, {})}, {"ray": "2.2"}),
         ("ray==2.2", {"two nodes of Ray": (0, {})}, {}),
     ],

@@ -1,13 +1,13 @@
 """Runs what users do, and tests, with other versions of the packages that setup.py admits.
 
-    make test-versions VERSIONS="lowest torch==2.14.1 transformers==5.23.0 python3.13"
+    make test-versions VERSIONS="lowest torch==2.14.1 transformers==5.23.0 python3.14"
 
 `lowest` has the lower bounds of setup.py together, and `newest` the newest versions that pip finds
 within its ranges. Other versions replace those of requirements.txt; the rest stays as it is there.
 
 Each run has an environment of its own in build/versions. For `lowest` and `newest` pip installs
 this project with its extras, so that versions that contradict each other are an error of the run.
-An environment such as `python3.13` has requirements.txt with that interpreter, which PATH names.
+An environment such as `python3.14` has requirements.txt with that interpreter, which PATH names.
 The other environments have only the named versions, in front of the packages of the interpreter
 that runs this script. The results are kept in bounds.json, from which
 docs/development/package_versions.md is written. `--sets` repeats some sets of tests and keeps the
@@ -114,13 +114,6 @@ REASONS = {
     "transformers": "4.56.0 fails tests of conversion; those between were not tried",
 }
 """Package -> why its lower bound is not lower, as far as it was seen."""
-NOT_RUN = {
-    "torch 2.15": "the machines of these runs install none above 2.14.1",
-    "Python 3.14": "there was no interpreter with packages for it. That of Pyodide, 3.14.2, "
-    "compiles all files with warnings as errors, and imports the 264 modules that need no compiled "
-    "package",
-}
-"""What has not been tried -> why, and what is known of it."""
 FIND_VERSIONS = """
 import importlib.metadata, json, sys
 versions = {}
@@ -140,7 +133,7 @@ For people who must use other versions of torch, transformers or Python, or rais
 
 Written by `make test-versions VERSIONS="..."`, which makes an environment for each. `lowest` has
 the lower bounds of `setup.py` together, `newest` the newest versions that pip found within its
-ranges. `python3.13` has `requirements.txt` with that interpreter. The other environments have the
+ranges. `python3.14` has `requirements.txt` with that interpreter. The other environments have the
 named versions, and the rest as in `requirements.txt`. Each of them runs
 
 - *commands* (`{COMMANDS}`): text, tokenizer and token files; training on one rank and
@@ -356,7 +349,7 @@ def passing_versions(package: str, runs: Mapping[str, Run]) -> set[str]:
     """The versions of a package in environments that ran what depends on it and failed nothing."""
     versions = set()
     for name, run in runs.items():
-        needed = ALONE.get(package, {COMMAND_SET: COMMANDS})
+        needed = ALONE.get(package, (COMMAND_SET, *FOLDERS.get(package, ())))
         is_tried = package not in ALONE or package in named_packages(name)
         ran = all(run["sets"].get(each, {}).get("tests") for each in needed)
         failed = any(result["failed"] for result in run["sets"].values())
@@ -367,9 +360,7 @@ def passing_versions(package: str, runs: Mapping[str, Run]) -> set[str]:
 
 def page(runs: Mapping[str, Run]) -> str:
     """The text of docs/development/package_versions.md."""
-    return "".join(
-        [HEAD, *_environments(runs), *_packages(runs), *_reasons(), *_not_run(), *_failures(runs)]
-    )
+    return "".join([HEAD, *_environments(runs), *_packages(runs), *_reasons(), *_failures(runs)])
 
 
 def _environments(runs: Mapping[str, Run]) -> Iterator[str]:
@@ -404,12 +395,6 @@ def _reasons() -> Iterator[str]:
     yield "\n## Lower bounds\n\nWhy these are not lower:\n\n"
     for package, reason in REASONS.items():
         yield textwrap.fill(f"- {package}: {reason}.", 120, subsequent_indent="  ") + "\n"
-
-
-def _not_run() -> Iterator[str]:
-    yield "\n## Not tried\n\n"
-    for name, reason in NOT_RUN.items():
-        yield textwrap.fill(f"- {name}: {reason}.", 120, subsequent_indent="  ") + "\n"
 
 
 def _failures(runs: Mapping[str, Run]) -> Iterator[str]:
