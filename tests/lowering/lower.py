@@ -52,6 +52,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.engine.optimizers.stochasticadamw import update
 from megatron_ds.model.block import Block
 from megatron_ds.model.kernels.elementwise import activate, add_dropout
 from megatron_ds.model.mlp import MLP
@@ -406,6 +407,17 @@ def lower_rounding(lowering: Lowering) -> None:
                 lowering.run(f"fp8 {name}: {kind}", function, numbers)
 
 
+def lower_step(lowering: Lowering) -> None:
+    """Lower the optimizer's step of weights that are rounded stochastically."""
+    for name, shape in (("one row", (1, 2**22)), ("rows of a shard", (4096, 1024))):
+        tensors = [empty(*shape, grad=False) for _ in range(4)]
+        location = empty(3, dtype=torch.int32, grad=False)
+        settings = empty(8, dtype=torch.float32, grad=False)
+        with inductor.patch(joint_graph_constant_folding=False):
+            step = f"AdamW in bf16: {name}"
+            lowering.run(step, lambda *inputs: update(*inputs), *tensors, location, settings)
+
+
 def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     configs = {"124M": GPT2, "Llama-like 1B": LLAMA}
@@ -420,6 +432,7 @@ def main() -> None:
         stack.enter_context(V.set_fake_mode(mode))
         lowering = Lowering(mode, folder)
         lower_rounding(lowering)
+        lower_step(lowering)
         lower_all(lowering, blocks, sharded)
     print(json.dumps(lowering.results, indent=1))
 

@@ -3,10 +3,11 @@
 `make proofs ONLY=lowering` installs torch's build for CUDA. `tests/golden/lowering.json` has the
 kernels; `python -m tests.lowering.test_lowering` writes it again.
 
-Claim (precision): compiled for an H100, the elementwise functions and the loss are one kernel each,
-a layer calls libraries for attention and matrix products only, tensor-parallel ranks and the graphs
-around attention of ranks that share sequences need no further kernels, but one where a graph begins
-again, and no kernel spills registers
+Claim (precision): compiled for an H100, the elementwise functions, the loss and the step of weights
+that are rounded stochastically are one kernel each, a layer calls libraries for attention and
+matrix products only, tensor-parallel ranks and the graphs around attention of ranks that share
+sequences need no further kernels, but one where a graph begins again, and no kernel spills
+registers
 """
 
 from __future__ import annotations
