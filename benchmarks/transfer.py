@@ -7,9 +7,11 @@
 Every model is trained on bytes of the standard library of Python, with a warm-up and a linear decay
 to 0; a seed determines weights and data. The loss is the mean of the last tenth of the steps, whose
 data no step before has seen. Losses are averaged over the seeds, and the best rate is the vertex of
-a parabola through the three rates around the smallest loss, in powers of two. Models of the base
-size are the same with and without muP, and trained once. Results are written after every run, and a
-run that is recorded in the output is not repeated.
+a parabola in the exponents of two, fitted by least squares to the rates within a factor of two of
+the one with the smallest loss. With --finer the models whose best rates are compared have rates
+between the powers of two as well, because a tolerance of 1.4 is half a step of the powers. Models
+of the base size are the same with and without muP, and trained once. Results are written after
+every run, and a run that is recorded in the output is not repeated.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +66,12 @@ SHAPE: dict[str, Any] = {
 }
 MUP = "muP"
 PLAIN = "without"
-LABELS = {PLAIN: "without muP", MUP: "with muP"}
+CONSTANT = "constant"
+LABELS = {PLAIN: "without muP", CONSTANT: "with the base's deviations", MUP: "with muP"}
+RESIDUAL = ("attention.proj.weight", "mlp.fc_out.weight")
+"""Ends of the names of weights that write to the residual stream."""
+BETWEEN = (-9.5, -8.5, -7.5)
+"""Exponents of rates between the powers of two."""
 TOLERANCE = 1.4
 """Factor within which the best rates of the smallest and the largest model have to agree."""
 MARKS = ("<!-- begin: measured -->\n", "<!-- end: measured -->\n")
@@ -76,10 +84,11 @@ class Case(NamedTuple):
     """A run."""
 
     name: str
-    """MUP or PLAIN."""
+    """MUP, PLAIN, or over depths CONSTANT: what the authors of CompleteP compare it with, initial
+    deviations that do not depend on the depth. PLAIN has Megatron's, 1 / sqrt(2 depth)."""
     width: int
     depth: int
-    exponent: int
+    exponent: float
     """Of the rate, to the base 2."""
     seed: int
 
@@ -91,7 +100,7 @@ class Result(NamedTuple):
     cpu_seconds: float
 
 
-Losses = Mapping[tuple[str, int, int], Mapping[int, float]]
+Losses = Mapping[tuple[str, int, int], Mapping[float, float]]
 """Mean loss over the seeds by parametrization, width and depth, and by exponent."""
 
 
@@ -113,6 +122,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="the first is the base")
     add("--depths", type=int, nargs="+", default=[2, 4, 8, 16], help="the first is the base")
     add("--rates", type=int, nargs="+", default=[-10, -9, -8, -7, -6], help="exponents of 2")
+    finer = "rates between the powers for the models that are compared, and the second control"
+    add("--finer", action="store_true", help=finer)
     add("--seeds", type=int, default=3, help="runs of each model and rate (default: %(default)s)")
     add("--steps", type=int, default=300, help="of a run (default: %(default)s)")
     add("--workers", type=int, default=1, help="processes (default: %(default)s)")
@@ -137,14 +148,23 @@ def run(options: argparse.Namespace) -> None:
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """All runs, by the seed; of each the base and both ends first, between which the best rates are
     compared."""
-    base = options.widths[0], options.depths[0]
     widths, depths = studies(options).values()
-    sizes = dict.fromkeys((base, widths[-1], depths[-1], *widths, *depths))
-    for seed, (width, depth), name, exponent in itertools.product(
-        range(options.seeds), sizes, (MUP, PLAIN), options.rates
-    ):
-        if name == PLAIN or (width, depth) != base:
-            yield Case(name, width, depth, exponent, seed)
+    base = widths[0]
+    widest = widths[-1]
+    deepest = depths[-1]
+    compared = {(PLAIN, base), (MUP, widest), *((name, deepest) for name in LABELS)}
+    models = dict.fromkeys(
+        (name, size)
+        for size in (base, widest, deepest, *widths, *depths)
+        for name in LABELS
+        if name == PLAIN
+        or (size != base and name == MUP)
+        or (name == CONSTANT and size == deepest and options.finer)
+    )
+    for seed, (name, size) in itertools.product(range(options.seeds), models):
+        between = BETWEEN if options.finer and (name, size) in compared else ()
+        for exponent in (*options.rates, *between):
+            yield Case(name, size[0], size[1], exponent, seed)
 
 
 def prepare() -> None:
@@ -173,7 +193,8 @@ def run_case(job: tuple[Case, int, int, int]) -> tuple[Case, Result]:
         **SHAPE,
         **mup,
     )
-    loss = train(model, 2.0**case.exponent, steps, case.seed, text())
+    gain = (case.depth / base_depth) ** 0.5 if case.name == CONSTANT else 1.0
+    loss = train(model, 2.0**case.exponent, steps, case.seed, text(), gain)
     return case, Result(loss, round(time.process_time() - start, 1))
 
 
@@ -184,10 +205,25 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
 
 
-def train(config: ModelConfig, lr: float, steps: int, seed: int, data: Tensor) -> float:
-    """The mean loss of the last steps."""
+def train(
+    config: ModelConfig, lr: float, steps: int, seed: int, data: Tensor, gain: float
+) -> float:
+    """The mean loss of the last steps.
+
+    Args:
+        config: Of the model.
+        lr: Highest learning rate.
+        steps: Number of steps.
+        seed: Of weights and data.
+        data: Tokens.
+        gain: Factor of the initial weights that write to the residual stream.
+    """
     options = OptimizerConfig(lr=lr, adam_beta2=0.95)
     model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(seed), seed=seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(RESIDUAL):
+                parameter.mul_(gain)
     rule = multiplier_rule(options, config)
     groups, factors = parameter_groups(model, 0.0, rule, options.adam_eps)
     optimizer = AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=options.adam_eps, fused=True)
@@ -210,15 +246,17 @@ def train(config: ModelConfig, lr: float, steps: int, seed: int, data: Tensor) -
 
 
 def comparable(options: argparse.Namespace, runs: Mapping[Case, Result]) -> dict[Case, Result]:
-    """The runs of the seeds with which all models were trained; without one, all runs."""
-    missing = {case.seed for case in cases(options) if case not in runs}
-    complete = {case: result for case, result in runs.items() if case.seed not in missing}
-    return complete or dict(runs)
+    """The runs that the options ask for, of the seeds with which all models were trained; without
+    one, of all seeds."""
+    asked = list(cases(options))
+    missing = {case.seed for case in asked if case not in runs}
+    complete = {case: runs[case] for case in asked if case.seed not in missing}
+    return complete or {case: runs[case] for case in asked if case in runs}
 
 
 def mean_losses(runs: Mapping[Case, Result]) -> Losses:
     """The mean losses of the runs."""
-    losses: dict[tuple[str, int, int], dict[int, list[float]]] = {}
+    losses: dict[tuple[str, int, int], dict[float, list[float]]] = {}
     for case, result in runs.items():
         model = losses.setdefault((case.name, case.width, case.depth), {})
         model.setdefault(case.exponent, []).append(result.loss)
@@ -228,16 +266,17 @@ def mean_losses(runs: Mapping[Case, Result]) -> Losses:
     }
 
 
-def best_rate(losses: Mapping[int, float]) -> float:
+def best_rate(losses: Mapping[float, float]) -> float:
     """The exponent of the best rate; the smallest or largest rate if no smaller loss is beyond."""
     rates = sorted(losses)
-    index = rates.index(min(losses, key=losses.__getitem__))
-    if index in (0, len(rates) - 1):
-        return rates[index]
-    left, middle, right = (losses[rates[index + offset]] for offset in (-1, 0, 1))
-    if not all(map(math.isfinite, (left, middle, right))):
-        return rates[index]
-    return rates[index] + 0.5 * (left - right) / (left - 2 * middle + right)
+    smallest = min(rates, key=losses.__getitem__)
+    near = [rate for rate in rates if abs(rate - smallest) <= 1]
+    values = [losses[rate] for rate in near]
+    if smallest in (rates[0], rates[-1]) or not all(map(math.isfinite, values)):
+        return smallest
+    offsets = np.array(near) - smallest
+    curvature, slope, _ = np.polyfit(offsets, np.array(values), 2)
+    return smallest - float(slope / (2 * curvature))
 
 
 def studies(options: argparse.Namespace) -> dict[str, list[tuple[int, int]]]:
@@ -260,7 +299,7 @@ def factors(
     base = best_rate(losses[(PLAIN, *first)])
     return {
         name: 2 ** abs(best_rate(losses[(name, *last)]) - base)
-        for name in (PLAIN, MUP)
+        for name in LABELS
         if (name, *last) in losses
     }
 
@@ -273,8 +312,8 @@ def losses_at_base_rate(
     losses = mean_losses(runs)
     first, *_, last = studies(options)[study]
     base = losses[(PLAIN, *first)]
-    exponent = min(base, key=base.__getitem__)
-    names = (name for name in (PLAIN, MUP) if (name, *last) in losses)
+    exponent = min(options.rates, key=base.__getitem__)
+    names = (name for name in LABELS if (name, *last) in losses)
     return exponent, {name: losses[(name, *last)][exponent] for name in names}
 
 
@@ -291,12 +330,12 @@ def table(options: argparse.Namespace, runs: Mapping[Case, Result], study: str) 
     """Rows of the mean losses of a study with the best rates, in Markdown."""
     losses = mean_losses(runs)
     models = studies(options)[study]
-    exponents = sorted(options.rates)
-    header = " | ".join(f"2^{exponent}" for exponent in exponents)
+    exponents = sorted((*options.rates, *(BETWEEN if options.finer else ())))
+    header = " | ".join(f"2^{exponent:g}" for exponent in exponents)
     yield f"| | {study} | {header} | best rate | relative to the base |"
     yield "|---" * (len(exponents) + 4) + "|"
     base = best_rate(losses[(PLAIN, *models[0])])
-    for name, model in itertools.product((PLAIN, MUP), models):
+    for name, model in itertools.product(LABELS, models):
         if (name, *model) not in losses:
             continue
         rates = losses[(name, *model)]
@@ -324,8 +363,8 @@ def summary(options: argparse.Namespace, runs: Mapping[Case, Result]) -> Iterato
         if losses:
             texts = [f"{loss:.3f} {LABELS[name]}" for name, loss in losses.items()]
             yield (
-                f"At the best of the rates for the base, 2^{exponent}, the loss at {study} {large} "
-                f"is {' and '.join(texts)}."
+                f"At the best of the powers of two for the base, 2^{exponent}, the loss at "
+                f"{study} {large} is {', '.join(texts)}."
             )
         yield ""
     seeds = len({case.seed for case in runs})
@@ -355,13 +394,18 @@ def draw(options: argparse.Namespace, losses: Losses, path: Path) -> None:
     panels = figure.subplots(2, 2, sharex=True, sharey="row")
     for row, (study, models) in zip(panels, studies(options).items(), strict=True):
         for axes, name in zip(row, (PLAIN, MUP), strict=True):
-            for index, model in enumerate(models):
-                rates = losses.get((name if index else PLAIN, *model), {})
+            lines = [(name if index else PLAIN, model) for index, model in enumerate(models)]
+            if name == PLAIN:
+                lines.append((CONSTANT, models[-1]))
+            for index, (label, model) in enumerate(lines):
+                rates = losses.get((label, *model), {})
                 if not rates:
                     continue
-                size = model[study == "depth"]
+                text = f"{study} {model[study == 'depth']}"
+                if label == CONSTANT:
+                    text += ", the base's deviations"
                 x = [2.0**exponent for exponent in rates]
-                axes.plot(x, list(rates.values()), "o-", color=f"C{index}", label=f"{study} {size}")
+                axes.plot(x, list(rates.values()), "o-", color=f"C{index}", label=text)
                 best = 2 ** best_rate(rates)
                 axes.axvline(best, color=f"C{index}", linestyle=":", alpha=0.7)
             axes.set_xscale("log", base=2)
