@@ -5,9 +5,9 @@
 
 The recipes are GPT-2 with AdamW and a cosine, the parts of Qwen 3 with z-loss, Muon, a constant
 rate with a decay at the end (WSD), the mean of the last checkpoints of a constant rate, and the
-first one in bf16 and with linear layers in fp8. Beside them, GPT-2 in plain PyTorch is trained as
-nanoGPT does. Every recipe runs with several seeds, and
-a seed determines the weights and the order of the data. The text is the standard library of Python.
+first one in bf16, with all states in bf16 and with linear layers in fp8. Beside them, GPT-2 in
+plain PyTorch is trained as nanoGPT does. Every recipe runs with several seeds, and a seed
+determines the weights and the order of the data. The text is the standard library of Python.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.accelerator.models import BF16_STATES
 from benchmarks.accelerator.processes import Row, flags, run
 from benchmarks.common import this_machine, versions, write_json
 
@@ -66,6 +67,12 @@ RECIPES: dict[str, Mapping[str, object]] = {
     },
     MERGED: CONSTANT,
     "GPT-2, AdamW, cosine, bf16": BF16,
+    "GPT-2, AdamW, cosine, bf16 rounded stochastically": {**BF16, **BF16_STATES},
+    "GPT-2, AdamW, cosine, states in bf16": {
+        **BF16,
+        **BF16_STATES,
+        "bf16_stochastic_round": False,
+    },
     **{
         f"GPT-2, AdamW, cosine, fp8 {recipe}": {
             **BF16,
