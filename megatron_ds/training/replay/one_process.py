@@ -76,6 +76,7 @@ def one_process(
     model = before.model
     unit = math.lcm(model.make_vocab_size_divisible_by, before.parallel.tensor_model_parallel_size)
     is_null = before.tokenizer.tokenizer_type == "NullTokenizer"
+    has_bf16_masters = before.in_effect("bf16_master_weights")
     replaced: dict[str, Any] = {
         "eval_iters": 0,
         "num_workers": 0,
@@ -85,7 +86,7 @@ def one_process(
         "vocab_size": model.vocab_size - is_null,  # which counts no end of documents
         "metrics_jsonl": str(folder / "metrics.jsonl"),
         "seed": before.runtime.seed,
-        "zero_stage": min(before.zero_stage, 1),
+        "zero_stage": 2 if has_bf16_masters else min(before.zero_stage, 1),
         "allow_fp16_on_cpu": before.precision.fp16,
         **values,
         **trust.changes,

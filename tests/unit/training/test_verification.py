@@ -400,6 +400,17 @@ def test_a_replay_injects_no_errors(tmp_path: Path) -> None:
     assert replay.precision.max_consecutive_skipped_steps == 0, "the run went on"
 
 
+@pytest.mark.parametrize(("stage", "masters", "replayed"), [(0, 0, 0), (3, 0, 1), (3, 1, 2)])
+def test_a_replay_has_the_lowest_stage_that_has_the_masters(
+    stage: int, masters: int, replayed: int, tmp_path: Path
+) -> None:
+    in_bf16 = {"bf16": True, "bf16_master_weights": True, "bf16_stochastic_round": True}
+    config = run_of(zero_stage=stage, **(in_bf16 if masters else {}))
+    replay = replay_config(tmp_path, Segment(0, config, 0, 2, [2]), tmp_path, TRUSTED)
+    assert replay.zero_stage == replayed
+    assert replay.optimizer.bf16_stochastic_round == bool(masters)
+
+
 def test_a_replay_that_fails(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, [(0, run_of())], saved=())
     with raises_problem("replay-failed"):
