@@ -20,7 +20,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.fork_server import ForkedProcess
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -72,7 +75,9 @@ def run_ranks(
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in ranks]
 
 
-def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
+def _wait(processes: list[ForkedProcess], folder: Path, deadline: float) -> None:
+    from tests.fork_server import wait_for_any
+
     running = dict(enumerate(processes))
     while running:
         for rank, process in list(running.items()):
@@ -81,9 +86,11 @@ def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
             del running[rank]
             if status:
                 raise RankError(_failure(folder, rank, status))
-        if time.monotonic() > deadline:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0.0:
             raise TimeoutError(f"ranks {sorted(running)} did not finish in time")
-        time.sleep(0.01)
+        if running:
+            wait_for_any([*running.values()], seconds)
 
 
 def _failure(folder: Path, rank: int, status: int) -> str:

@@ -27,6 +27,7 @@ import json
 import os
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -241,16 +242,25 @@ def _shared_fork_server(preload: Path | None, modules: tuple[str, ...]) -> ForkS
 
 
 class ForkedProcess:
-    """A process that the fork server forked."""
+    """A process that the fork server forked.
+
+    The kernel says when it has ended: asking the server all the time would take a part of the two
+    cores on which the processes run.
+    """
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self._server = server
         self.pid = pid
-        self._code = None
+        self.ending = _ending_of(pid)
+        """A descriptor that is readable once the process has ended. None: the system has none."""
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        if self._code is None:
+        if self._code is None and wait_for_any([self], 0.0):
             self._code = self._server.ask(poll=self.pid)
+            if self._code is not None and self.ending is not None:
+                os.close(self.ending)
+                self.ending = None
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -258,8 +268,26 @@ class ForkedProcess:
         while (code := self.poll()) is None:
             if time.monotonic() > end:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or DEADLINE)
-            time.sleep(0.01)
+            wait_for_any([self], max(0.0, end - time.monotonic()))
         return code
+
+
+def _ending_of(pid: int) -> int | None:
+    if sys.platform != "linux":
+        return None
+    return os.pidfd_open(pid)  # not yet another process: the server has not read its status
+
+
+def wait_for_any(processes: Sequence[ForkedProcess], seconds: float) -> bool:
+    """Waits until one of some processes may have ended; returns whether one may have."""
+    endings = [process.ending for process in processes]
+    waiting = select.poll()
+    for ending in endings:
+        if ending is None:  # known to have ended, or only the server knows
+            time.sleep(min(seconds, 0.01))
+            return True
+        waiting.register(ending, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
 
 
 # The server.
