@@ -6,6 +6,7 @@ tensor, and notes where values or the progress of the device reach the host.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -176,9 +177,28 @@ def close_to(records: list[Record], tolerance: float) -> list[Record]:
     ]
 
 
+OnCpu = Callable[[str], tuple[list[Record], list[Record]]]
+"""The steps and evaluations of a layout's run on the CPU."""
+
+
+@pytest.fixture(scope="module")
+def on_cpu(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory) -> OnCpu:
+    """Runs on the CPU, each once, which save no checkpoints."""
+
+    @functools.cache
+    def run(name: str) -> tuple[list[Record], list[Record]]:
+        ranks, layout = LAYOUTS[name]
+        folder = tmp_path_factory.mktemp("cpu")
+        written = {"metrics_jsonl": folder / "metrics.jsonl", "save_interval": None}
+        launcher.start({**base, **SCHEDULE, **layout, **written}, ranks=ranks).succeed()
+        return steps(folder), evaluations(folder)
+
+    return run
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_equals_that_on_the_cpu(
-    name: str, launcher: Launcher, base: Settings, tmp_path: Path
+    name: str, launcher: Launcher, base: Settings, on_cpu: OnCpu, tmp_path: Path
 ) -> None:
     """And it reads no value between logs, and waits for nothing but DeepSpeed's own reads.
 
@@ -190,19 +210,15 @@ def test_a_run_equals_that_on_the_cpu(
     with offload
     """
     ranks, layout = LAYOUTS[name]
-    settings = {**base, **SCHEDULE, **layout}
-    folders = tmp_path / "device", tmp_path / "cpu"
-    run, reports = start(launcher, {**settings, "save": folders[0]}, tmp_path, ranks)
-    on_cpu = launcher.start({**settings, "save": folders[1]}, ranks=ranks)
+    settings = {**base, **SCHEDULE, **layout, "save": tmp_path / "run"}
+    run, reports = start(launcher, settings, tmp_path, ranks)
     output = run.succeed()
-    on_cpu.succeed()
 
     assert f"on {device.NAME} (fakeccl)" in output
     assert "Warning" not in output
     tolerance = 2e-2 if "bf16" in name else 1e-6  # dropout has another scale in bf16
-    for read in (steps, evaluations):
-        found, expected = map(read, folders)
-        assert found == close_to(expected, tolerance)
+    for read, expected in zip((steps, evaluations), on_cpu(name), strict=True):
+        assert read(tmp_path / "run") == close_to(expected, tolerance)
     assert {count for report in reports() for count in report.counts} >= COUNTED
     own, others = reads_inside(reports())
     waits = WAITS.get(name, {})
@@ -362,22 +378,18 @@ PLAIN = {"is_plain": True}
 
 @pytest.mark.parametrize("name", with_proofs(LAYOUTS, LAYOUTS.keys() - {"zero3-dp2", "zero1-pp2"}))
 def test_a_run_on_a_plain_device_equals_that_on_the_cpu(
-    name: str, launcher: Launcher, base: Settings, tmp_path: Path
+    name: str, launcher: Launcher, base: Settings, on_cpu: OnCpu, tmp_path: Path
 ) -> None:
     """Claim (accelerators): on a device without fp64, streams, pinned memory and a communication
     backend, as Apple's GPUs are, a run has the losses and gradient norms of the CPU; sums are in
     fp32, and gloo gets copies"""
     ranks, layout = LAYOUTS[name]
-    settings = {**base, **SCHEDULE, **layout}
-    folders = tmp_path / "device", tmp_path / "cpu"
-    run, _ = start(launcher, {**settings, "save": folders[0]}, tmp_path, ranks, **PLAIN)
-    on_cpu = launcher.start({**settings, "save": folders[1]}, ranks=ranks)
+    settings = {**base, **SCHEDULE, **layout, "save": tmp_path / "run"}
+    run, _ = start(launcher, settings, tmp_path, ranks, **PLAIN)
     assert f"on {device.NAME} (gloo_copies)" in run.succeed()
-    on_cpu.succeed()
     tolerance = 2e-2 if "bf16" in name else 1e-5
-    for read in (steps, evaluations):
-        on_device, expected = map(read, folders)
-        assert on_device == close_to(expected, tolerance)
+    for read, expected in zip((steps, evaluations), on_cpu(name), strict=True):
+        assert read(tmp_path / "run") == close_to(expected, tolerance)
 
 
 def test_a_router_in_fp64_needs_it(launcher: Launcher, base: Settings, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ TOOL = REPOSITORY / "tools" / "ladder.py"
 LARGE: Settings = {
     "hidden_size": 64,
     "num_attention_heads": 8,
+    "micro_batch_size": 8,
     "global_batch_size": 16,
     "train_iters": 40,
     "eval_iters": 1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,7 +16,6 @@ from megatron_ds.conversion.registry import open_source
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.mesh import Mesh
 from tests.e2e.runs import REPOSITORY, Launcher, losses, records
-from tests.fork_server import DEADLINE, clean_environment
 
 PAGE = REPOSITORY / "docs" / "use" / "notebook.md"
 TOOLS = REPOSITORY / "tools"
@@ -40,8 +38,19 @@ def as_python(cell: str) -> str:
     return re.sub(r"^!((?:.*\\\n)*.*)$", call, cell, flags=re.M)
 
 
+def run_program(launcher: Launcher, script: Path) -> str:
+    """Runs a program as a process without a launcher's variables, in its folder.
+
+    Returns:
+        What it writes.
+    """
+    variables = {"PYTHONPATH": str(REPOSITORY)}  # for the commands that it starts
+    run = launcher.start([], script=script, folder=script.parent, per_rank=[variables])
+    return run.succeed()
+
+
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def notebook(tmp_path_factory: pytest.TempPathFactory, launcher: Launcher) -> Path:
     """The folder in which the cells of the page ran, with their output in `output`."""
     folder = tmp_path_factory.mktemp("notebook")
     script = folder / "notebook.py"
@@ -58,17 +67,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """)
     script.write_text(show)
     (folder / "cells.json").write_text(json.dumps(cells()))
-    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=folder,
-        env={**clean_environment(), **variables},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    (folder / "output").write_text(done.stdout + done.stderr)
+    (folder / "output").write_text(run_program(launcher, script))
     return folder
 
 
@@ -210,21 +209,14 @@ megatron_ds.pretrain(save="whole", **{**settings, "exit_interval": 10})
 """
 
 
-def test_a_run_leaves_the_program_as_it_was(tmp_path: Path) -> None:
+def test_a_run_leaves_the_program_as_it_was(launcher: Launcher, tmp_path: Path) -> None:
     """Claim (library): Ctrl-C ends a run in a program with a checkpoint, an exception of a callback
     is raised, and the program goes on: with its signal handlers, and with further runs
     """
-    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", GUEST],
-        cwd=tmp_path,
-        env={**clean_environment(), **variables},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.split(" ")[0] in OUTCOMES]
+    script = tmp_path / "guest.py"
+    script.write_text(GUEST)
+    output = run_program(launcher, script)
+    lines = [line for line in output.splitlines() if line.split(" ")[0] in OUTCOMES]
     assert lines == [
         "interrupted 130 True",
         "raised of the callback",

@@ -22,6 +22,7 @@ from megatron_ds.programs import PROGRAMS
 from megatron_ds.version import VERSION
 from tests.e2e.runs import SCHEDULE, Settings, losses, to_flags
 from tests.fork_server import DEADLINE, REPOSITORY, clean_environment
+from tests.proofs.cases import with_proofs
 
 BUILT_FROM = ("megatron_ds", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 MODEL: Settings = {
@@ -152,28 +153,30 @@ def test_an_installed_package_plans_trains_on_two_ranks_generates_and_exports(
     assert "data parallel 2" in log
     assert len(losses(save)) == SCHEDULE["train_iters"]
     options = ["--load", save, "--prompt", "1 2 3", "--out-seq-length", 4, "--greedy"]
-    alone = run("generate", *options).stdout
-    assert "Generated: " in alone
-    assert run("generate", "--num-gpus", 2, *options).stdout == alone
-    texts = run("-c", LOAD.format(save=save), program="python").stdout
-    assert f"Generated: {texts.splitlines()[-1]}\n" in alone
+    texts = run("generate", "--num-gpus", 2, *options).stdout
+    loaded = run("-c", LOAD.format(save=save), program="python").stdout
+    assert f"Generated: {loaded.splitlines()[-1]}\n" in texts
     run("convert", "--load", save, "--save", tmp_path / "exported", "--to", "hf")
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     checked = run("verify-run", save, "--steps", "2-2")
     assert "step 2 is equal" in checked.stdout
 
 
-def test_an_installed_package_reads_a_script_and_tries_it(run: Command, tmp_path: Path) -> None:
-    """Claim (command-line): an installed wheel shows how a script starts, and trains it for two
-    steps
+@pytest.mark.parametrize("tries", with_proofs([False, True], [True]))
+def test_an_installed_package_reads_a_script_and_tries_it(
+    run: Command, tmp_path: Path, tries: bool
+) -> None:
+    """Claim (command-line): an installed wheel shows how a script starts, and in the proofs trains
+    it for two steps
     """
     flags = to_flags({**MODEL, "train_iters": 10, "global_batch_size": 4})
     script = tmp_path / "train.sh"
     script.write_text(f"torchrun --nproc_per_node 2 pretrain_gpt.py {' '.join(map(str, flags))}\n")
-    done = run("doctor", "--try", script)
+    options = ["--try"] if tries else []
+    done = run("doctor", *options, script)
     assert done.stdout.startswith("torchrun --nproc_per_node 2 -m megatron_ds train")
     assert "--hidden-size 32" in done.stdout
-    assert "trying 2 processes" in done.stderr
+    assert ("trying 2 processes" in done.stderr) == tries
 
 
 def test_an_installed_package_writes_a_job_that_starts_itself(run: Command, tmp_path: Path) -> None:
