@@ -8,6 +8,7 @@ rate with a decay at the end (WSD), the mean of the last checkpoints of a consta
 first one in bf16, with all states in bf16 and with linear layers in fp8. Beside them, GPT-2 in
 plain PyTorch is trained as nanoGPT does. Every recipe runs with several seeds, and a seed
 determines the weights and the order of the data. The text is the standard library of Python.
+Results are written after every run, and a run that is recorded in the output is not repeated.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -42,8 +43,20 @@ DECAY = 0.2
 """Fraction of the iterations in which the rate falls in WSD."""
 MERGES = 5
 """Merged checkpoints."""
+LIMIT_S = 3600.0
+"""Longest time of a run, in seconds."""
 COSINE = {"lr_decay_style": "cosine", "lr": 1.5e-3, "min_lr": 1.5e-4}
 BF16 = {**COSINE, "bf16": True}
+IN_BF16 = "GPT-2, AdamW, cosine, bf16"
+FP8 = {
+    f"GPT-2, AdamW, cosine, fp8 {recipe}": {
+        **BF16,
+        "fp8_format": form,
+        "fp8_recipe": recipe,
+        "fp8_min_features": 1,
+    }
+    for recipe, form in (("tensorwise", "hybrid"), ("rowwise", "hybrid"), ("blockwise", "e4m3"))
+}
 CONSTANT = {"lr_decay_style": "constant", "lr": 1.5e-3}
 RECIPES: dict[str, Mapping[str, object]] = {
     "GPT-2, AdamW, cosine": COSINE,
@@ -66,24 +79,18 @@ RECIPES: dict[str, Mapping[str, object]] = {
         "min_lr": 0,
     },
     MERGED: CONSTANT,
-    "GPT-2, AdamW, cosine, bf16": BF16,
+    IN_BF16: BF16,
     "GPT-2, AdamW, cosine, bf16 rounded stochastically": {**BF16, **BF16_STATES},
     "GPT-2, AdamW, cosine, states in bf16": {
         **BF16,
         **BF16_STATES,
         "bf16_stochastic_round": False,
     },
-    **{
-        f"GPT-2, AdamW, cosine, fp8 {recipe}": {
-            **BF16,
-            "fp8_format": "hybrid",
-            "fp8_recipe": recipe,
-            "fp8_min_features": 1,
-        }
-        for recipe in ("tensorwise", "rowwise")
-    },
+    **FP8,
 }
 """Name -> flags beyond the common ones."""
+Case = tuple[int, str, int]
+"""Seed, name of the recipe and number of iterations of a run."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,29 +101,63 @@ def main(argv: list[str] | None = None) -> int:
     add("--jobs", type=int, default=2, help="runs at a time, each with one thread")
     names = [PLAIN, *RECIPES]
     add("--recipes", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
-    add("--output", type=Path, help="file for the results (JSON)")
+    add("--output", type=Path, help="file for the results (JSON), also of earlier runs")
     add("--image", type=Path, help="file for the loss curves (PNG)")
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
+    runs = recorded_runs(options.output)
+    seeds = range(1, options.seeds + 1)
+    cases = [(seed, name, options.iterations) for seed in seeds for name in options.recipes]
+    for case, row in train_all([case for case in cases if case not in runs], options.jobs):
+        print(f"{row['name']}, seed {row['seed']}: {row['loss']:.4f}", flush=True)
+        runs[case] = row
+        if options.output is not None:
+            machine = {**vars(this_machine()), **versions(("torch", "deepspeed"))}
+            write_json(options.output, {"machine": machine, "runs": list(runs.values())})
+    chosen = [runs[case] for case in cases]
+    print(*summary(chosen, options.recipes), sep="\n")
+    if options.image is not None:
+        plot(chosen, options.recipes, options.image)
+    return 0
+
+
+def recorded_runs(output: Path | None) -> dict[Case, Row]:
+    """The runs of a file of results; none if there is no file."""
+    if output is None or not output.is_file():
+        return {}
+    rows = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    return {(row["seed"], row["name"], row["iterations"]): row for row in rows}
+
+
+def train_all(cases: list[Case], jobs: int) -> Iterator[tuple[Case, Row]]:
+    """Train recipes; yields the results as they come."""
+    if not cases:
+        return
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folder = Path(temporary)
         data = make_data(folder)
-        names = options.recipes
         runs = {
-            (name, seed): pool.submit(train, name, seed, folder, data, options.iterations)
-            for seed in range(1, options.seeds + 1)
-            for name in names
+            pool.submit(train, name, seed, folder, data, iterations): (seed, name, iterations)
+            for seed, name, iterations in cases
         }
-        rows = [{"name": name, "seed": seed, **run.result()} for (name, seed), run in runs.items()]
-    losses = {name: [row["loss"] for row in rows if row["name"] == name] for name in names}
-    for name, values in losses.items():
-        spread = f"{min(values):.4f} to {max(values):.4f}"
-        print(f"{name:45} {statistics.mean(values):.4f}  ({spread})")
-    if options.output is not None:
-        machine = {**vars(this_machine()), **versions(("torch", "deepspeed"))}
-        write_json(options.output, {"machine": machine, "runs": rows})
-    if options.image is not None:
-        plot(rows, names, options.image)
-    return 0
+        for done in as_completed(runs):
+            seed, name, iterations = runs[done]
+            row = {"name": name, "seed": seed, "iterations": iterations, **done.result()}
+            yield runs[done], row
+
+
+def summary(rows: list[Row], names: list[str]) -> Iterator[str]:
+    """Losses of the recipes, and of variants of bf16 the gap to it with the same seeds."""
+    losses = {
+        name: {row["seed"]: row["loss"] for row in rows if row["name"] == name} for name in names
+    }
+    for name, by_seed in losses.items():
+        values = by_seed.values()
+        line = f"{name:45} {statistics.mean(values):.4f}  ({min(values):.4f} to {max(values):.4f})"
+        if "bf16" in RECIPES.get(name, {}) and name != IN_BF16 and IN_BF16 in losses:
+            gaps = [loss / losses[IN_BF16][seed] - 1 for seed, loss in by_seed.items()]
+            mean = statistics.mean(values) / statistics.mean(losses[IN_BF16].values()) - 1
+            line += f"  {mean:+.2%} of bf16 ({', '.join(f'{gap:+.2%}' for gap in gaps)})"
+        yield line
 
 
 def make_data(folder: Path) -> dict[str, object]:
@@ -156,7 +197,8 @@ def train(name: str, seed: int, folder: Path, data: Mapping[str, object], iterat
     """Train one recipe; return its loss on the held-out text and its curve."""
     save = folder / f"{name.replace(' ', '-')}-{seed}"
     if name == PLAIN:
-        done = run([__file__.replace("convergence", "nano_loop"), folder, seed, iterations, save])
+        script = __file__.replace("convergence", "nano_loop")
+        done = run([script, folder, seed, iterations, save], timeout=LIMIT_S)
         if done.status:
             raise RuntimeError(done.output[-3000:])
         report: Row = json.loads(save.read_text(encoding="utf-8"))
@@ -184,7 +226,8 @@ def train(name: str, seed: int, folder: Path, data: Mapping[str, object], iterat
         "save_interval": step if name == MERGED else iterations,
     }
     wsd = {"lr_wsd_decay_iters": round(DECAY * iterations)} if "WSD" in name else {}
-    done = run(["pretrain_gpt.py", *flags({**common, **RECIPES[name], **wsd})], cpu=True)
+    words = flags({**common, **RECIPES[name], **wsd})
+    done = run(["pretrain_gpt.py", *words], cpu=True, timeout=LIMIT_S)
     if done.status:
         raise RuntimeError(done.output[-3000:])
     last = [save / f"global_step{iterations - step * back}" for back in range(MERGES)]
