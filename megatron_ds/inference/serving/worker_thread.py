@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import queue
 import threading
 import time
 from collections import deque
@@ -16,6 +17,8 @@ Result = TypeVar("Result")
 
 TURN_S = 1.0
 """Within which calls run one after another. The next call does not wait longer for this one."""
+IDLE_S = 10.0
+"""Time for which a thread without a call waits for the next one."""
 MAX_THREADS = 16
 """Calls that run at the same time, those that were given up included."""
 
@@ -34,21 +37,27 @@ class _Call:
 class WorkerThread:
     """Runs the calls of an event loop, as a rule one after another.
 
-    A thread takes one call after another and ends when none is left, so that calls that arrive
-    together do not wait for the event loop in between. Nothing interrupts a call. One that takes
-    long, or that is given up because its time is over or because its task is cancelled, runs to its
-    end next to later ones, which another thread takes: an exception that is raised in a thread from
-    outside could reach code that works for another call, or leave a lock locked.
+    A thread takes one call after another, so that calls that arrive together do not wait for the
+    event loop in between, and then waits a while for more, since most calls take less time than the
+    start of a thread.
+    Nothing interrupts a call. One that takes long, or that is given up because its time is over or
+    because its task is cancelled, runs to its end next to later ones, which another thread takes:
+    an exception that is raised in a thread from outside could reach code that works for another
+    call, or leave a lock locked.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Held while one of the three following attributes is used."""
+        """Held while one of the four following attributes is used."""
         self._waiting = deque[_Call]()
         self._running = set[_Call]()
-        """One call of each thread."""
+        """One call of each thread that has one."""
         self._current: _Call | None = None
         """The running call that the waiting ones wait for."""
+        self._is_thread_free = False
+        """Whether a thread waits for a call; no second one does."""
+        self._handed = queue.SimpleQueue[_Call]()
+        """The next call of the free thread."""
 
     @property
     def is_stuck(self) -> bool:
@@ -87,7 +96,7 @@ class WorkerThread:
                 self._give_up(call)
 
     def _start_next(self) -> float:
-        """Starts a thread if calls wait and none is about to take them.
+        """Gives a thread the first call that waits, if none is about to take it.
 
         Returns:
             Seconds after which this is to be called again.
@@ -101,17 +110,27 @@ class WorkerThread:
                 self._current = None
             if self._current is None and self._waiting and len(self._running) < MAX_THREADS:
                 call = self._take_next()
-                try:
-                    # A daemon, which the end of the process does not wait for.
-                    threading.Thread(
-                        target=self._run, args=(call,), name="reader", daemon=True
-                    ).start()
-                except RuntimeError:
-                    self._running.discard(call)
-                    self._current = None
-                    self._waiting.appendleft(call)
-                    raise
+                if self._is_thread_free:
+                    self._is_thread_free = False
+                    self._handed.put(call)
+                else:
+                    self._start_thread(call)
             return TURN_S if self._current is None else self._current.turn_ends - now
+
+    def _start_thread(self, call: _Call) -> None:
+        """Starts a thread with its first call, which waits again if that fails. The lock is held.
+
+        Raises:
+            RuntimeError: If no thread can be started.
+        """
+        try:
+            # A daemon, which the end of the process does not wait for.
+            threading.Thread(target=self._run, args=(call,), name="reader", daemon=True).start()
+        except RuntimeError:
+            self._running.discard(call)
+            self._current = None
+            self._waiting.appendleft(call)
+            raise
 
     def _take_next(self) -> _Call:
         """Makes the first call that waits the current one. The lock is held."""
@@ -131,9 +150,26 @@ class WorkerThread:
                 self._running.discard(call)
                 if self._current is call:
                     self._current = None
-                if self._current is not None or not self._waiting:
+                if self._current is None and self._waiting:
+                    call = self._take_next()
+                    continue
+                if self._is_thread_free:
                     return
-                call = self._take_next()
+                self._is_thread_free = True
+            del call, outcome  # may be large
+            if (handed := self._next_handed()) is None:
+                return
+            call = handed
+
+    def _next_handed(self) -> _Call | None:
+        """The next call of the free thread, which calls this; None if none comes in time."""
+        with suppress(queue.Empty):
+            return self._handed.get(timeout=IDLE_S)
+        with self._lock:
+            if self._is_thread_free:
+                self._is_thread_free = False
+                return None
+        return self._handed.get()  # it came just now
 
     def _give_up(self, call: _Call) -> None:
         """Leaves a call alone: it never runs if it waits, and delays no other one if it runs."""

@@ -55,6 +55,7 @@ def answer_of(address: tuple[str, int], body: bytes) -> bytes:
 def test_clients_that_leave_cost_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claim (serving): clients that leave at any moment cost no other client an answer"""
     monkeypatch.setattr(worker_thread, "MAX_THREADS", 4)
+    monkeypatch.setattr(worker_thread, "IDLE_S", 0.1)
     client = Client(stream)
 
     def end_slowly(finished: Finished) -> Iterator[dict[str, Any]]:

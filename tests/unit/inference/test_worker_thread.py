@@ -15,6 +15,11 @@ from megatron_ds.inference.serving.worker_thread import WorkerThread
 from tests.unit.inference.schedulers import DEADLINE, wait_until
 
 
+@pytest.fixture(autouse=True)
+def _threads_end_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_thread, "IDLE_S", 0.0)
+
+
 def threads() -> int:
     return sum(thread.name == "reader" for thread in threading.enumerate())
 
@@ -36,6 +41,51 @@ def loop_until(released: threading.Event, result: str) -> str:
     while not released.is_set():
         pass
     return result
+
+
+def test_a_thread_waits_for_further_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_thread, "IDLE_S", 0.5)
+
+    async def main(worker: WorkerThread) -> None:
+        thread = await worker.call(DEADLINE, threading.get_ident)
+        for _ in range(3):
+            await wait_for(lambda: worker._is_thread_free)
+            assert await worker.call(DEADLINE, threading.get_ident) == thread
+            assert threads() == 1
+        await wait_for(lambda: threads() == 0)
+        assert await worker.call(DEADLINE, str, 3) == "3"
+
+    run(main)
+
+
+def test_of_threads_without_calls_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_thread, "IDLE_S", 0.5)
+    monkeypatch.setattr(worker_thread, "TURN_S", 0.01)
+
+    async def main(worker: WorkerThread) -> None:
+        released = threading.Event()
+        calls = [
+            asyncio.ensure_future(worker.call(DEADLINE, loop_until, released, "x"))
+            for _ in range(3)
+        ]
+        await wait_for(lambda: threads() == 3)
+        released.set()
+        assert await asyncio.gather(*calls) == ["x", "x", "x"]
+        await wait_for(lambda: threads() == 1)
+
+    run(main)
+
+
+def test_no_call_is_lost_while_a_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls arrive about when the thread's time is over."""
+    monkeypatch.setattr(worker_thread, "IDLE_S", 0.001)
+
+    async def main(worker: WorkerThread) -> None:
+        for number in range(300):
+            assert await worker.call(DEADLINE, str, number) == str(number)
+            await asyncio.sleep(0.0005 + number * 0.000005)
+
+    run(main)
 
 
 @pytest.mark.parametrize("is_late", [True, False], ids=["its time is over", "its task ends"])
