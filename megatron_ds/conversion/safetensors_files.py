@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -23,7 +22,8 @@ from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config.problems import ignore, user_error
 from megatron_ds.conversion.model_settings import read_json_object
 from megatron_ds.engine.states.state_reader import Columns, TensorReader, TensorReaders, part_of
-from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
+from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum
+from megatron_ds.fileio.direct_file import DirectFile
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -42,8 +42,6 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9
 """Size of a file at which the next one is started, as in transformers."""
-WRITE_BYTES = 2**24
-"""Bytes that are written at once."""
 READ_AHEAD_BYTES = 2**25
 """Bytes of tensors that are read before they are written, unless the next one is larger."""
 
@@ -136,25 +134,16 @@ def _write_file(path: Path, tensors: TensorReaders, on_tensor: OnTensor) -> File
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = new_checksum()
-    size = 0
-
-    def write(data: Any) -> None:
-        nonlocal size
-        unwritten = memoryview(data)
-        while len(unwritten) > 0:
-            written = file.write(unwritten[:WRITE_BYTES])
-            digest.update(unwritten[:written])
-            start_writeback(file, size, written)
-            size += written
-            unwritten = unwritten[written:]
-
-    with name_in_errors(path), open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-        write(len(text).to_bytes(8, "little") + text)
+    with name_in_errors(path), DirectFile(path) as file, ThreadPoolExecutor(1) as pool:
+        for part in (len(text).to_bytes(8, "little"), text):
+            digest.update(part)
+            file.write(part)
         for (name, tensor), data in zip(ordered, read_ahead(pool, ordered), strict=True):
-            write(data)
+            digest.update(data)
+            file.write(data)
             on_tensor(name, tensor.nbytes)
-        os.fsync(file.fileno())
-    return FileRecord(size, digest.hexdigest())
+        file.finish()
+    return FileRecord(file.size, digest.hexdigest())
 
 
 def read_ahead(pool: Executor, tensors: Iterable[tuple[str, TensorReader]]) -> Iterator[Any]:

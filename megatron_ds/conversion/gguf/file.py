@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from torch import Tensor
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import user_error
-from megatron_ds.conversion.safetensors_files import WRITE_BYTES, read_ahead
+from megatron_ds.conversion.safetensors_files import read_ahead
 from megatron_ds.engine.states.state_reader import TensorReader
-from megatron_ds.fileio.atomic import fsync_path, name_in_errors, start_writeback
+from megatron_ds.fileio.atomic import READ_BYTES, fsync_path, name_in_errors
+from megatron_ds.fileio.direct_file import DirectFile
 from megatron_ds.tokenizer.gguf.header import read_header
 
 ALIGNMENT = 32
@@ -144,7 +145,7 @@ def _read_exactly(file: Any, size: int, path: Path) -> bytearray:
     view = memoryview(data)
     done = 0
     while done < size:
-        count = file.readinto(view[done : done + WRITE_BYTES])
+        count = file.readinto(view[done : done + READ_BYTES])
         if not count:
             raise user_error("foreign-file-unreadable", path=path, error="it ends within a tensor")
         done += count
@@ -201,9 +202,9 @@ def write_file(
     try:
         with name_in_errors(path):
             _write_header(temporary, architecture, keys, tensors)
-            with open(temporary, "ab", buffering=0) as file:
+            with DirectFile(temporary) as file:
                 _write_tensors(file, tensors, on_tensor)
-                os.fsync(file.fileno())
+                file.finish()
         os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -247,22 +248,13 @@ def _add_key(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _write_tensors(file: BinaryIO, tensors: Mapping[str, GgufTensor], on_tensor: OnTensor) -> None:
-    position = file.seek(0, os.SEEK_END)
-
-    def write(data: Any) -> None:
-        nonlocal position
-        unwritten = memoryview(data)
-        while len(unwritten) > 0:
-            written = file.write(unwritten[:WRITE_BYTES])
-            start_writeback(file, position, written)  # type: ignore[arg-type]
-            position += written
-            unwritten = unwritten[written:]
-
+def _write_tensors(
+    file: DirectFile, tensors: Mapping[str, GgufTensor], on_tensor: OnTensor
+) -> None:
     ordered = [(name, tensor.data) for name, tensor in tensors.items()]
     with ThreadPoolExecutor(1) as pool:
         for (name, tensor), data in zip(ordered, read_ahead(pool, ordered), strict=True):
-            write(bytes(-position % ALIGNMENT))
-            write(data)
+            file.write(bytes(-file.size % ALIGNMENT))
+            file.write(data)
             on_tensor(name, tensor.nbytes)
-        write(bytes(-position % ALIGNMENT))
+    file.write(bytes(-file.size % ALIGNMENT))

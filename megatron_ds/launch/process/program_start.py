@@ -9,6 +9,8 @@ import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ("numpy", "rich", "safetensors", "tokenizers", "torch", "xxhash", "yaml")
@@ -37,6 +39,19 @@ def finish() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.freeze()  # the modules stay
         gc.enable()
+
+
+@contextmanager
+def importing() -> "Iterator[None]":
+    """Imports libraries without garbage collection, which would find little; the modules stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def find_problem() -> str:

@@ -16,6 +16,7 @@ from megatron_ds.config.problems import Problem, raise_if_any
 from megatron_ds.conversion.weights_locations import reading_weights
 from megatron_ds.engine.ds_config.fields import as_flag
 from megatron_ds.launch.output import print_error
+from megatron_ds.launch.process.program_start import importing
 from megatron_ds.loading.locations import staged_location
 from megatron_ds.loading.programs.convert_options import MEGATRON_FORMATS, QUANTIZED, Options
 
@@ -31,8 +32,11 @@ def convert_checkpoint(options: Options) -> None:
     location = staged_location(options.load, options.checkpoint_staging_dir, print_error)
     name, folder = dataclasses.replace(options, load=location).source
     # torch takes seconds to import, in which weights are read.
-    with reading_weights(folder) as matching, contextlib.redirect_stdout(sys.stderr):
-        # DeepSpeed prints a warning.
+    with (
+        reading_weights(folder) as matching,
+        importing(),
+        contextlib.redirect_stdout(sys.stderr),  # DeepSpeed prints a warning
+    ):
         from megatron_ds.conversion import registry
         from megatron_ds.conversion.convert import verify, with_training
         from megatron_ds.conversion.native import DTYPES

@@ -7,6 +7,7 @@ imports, a program ends with one line
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import signal
 import subprocess
@@ -93,3 +94,17 @@ def test_early_ctrl_c_ends_without_a_traceback(is_handled: bool) -> None:
         assert "KeyboardInterrupt" in done.stderr
     else:
         assert (done.returncode, done.stderr) == (130, "-c: interrupted\n")
+
+
+@pytest.mark.parametrize("was_enabled", [False, True])
+def test_imports_run_without_garbage_collection(was_enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if was_enabled else gc.disable)()
+        with program_start.importing():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_enabled
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        (gc.enable if before else gc.disable)()
