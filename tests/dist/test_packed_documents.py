@@ -31,7 +31,7 @@ def changes(*flags: str, granularity: str | None = None, dropout: float = 0.0) -
 POSITIONS = "reset_position_ids"
 ATTENTION = "reset_attention_mask"
 BOTH = changes(POSITIONS, ATTENTION)
-DROPPED = Case(2, 1, 2, 4, "learned", "adamw", changes(POSITIONS, ATTENTION, dropout=0.1), ends=0.2)
+DROPPED = Case(2, 1, 2, 2, "learned", "adamw", changes(POSITIONS, ATTENTION, dropout=0.1), ends=0.2)
 CASES = {
     # First, because ZeRO-3 leaves DeepSpeed's linear layer in torch, which some torch miscompiles.
     COMPILED: Case(
@@ -45,10 +45,10 @@ CASES = {
         ends=0.2,
     ),
     "zero2 alibi": Case(2, 2, 2, 1, "alibi", "adamw", changes(ATTENTION), ends=0.2),
-    "zero3 learned": Case(2, 3, 1, 4, "learned", "adamw", BOTH, ends=0.2),
+    "zero3 learned": Case(2, 3, 1, 2, "learned", "adamw", BOTH, ends=0.2),
     "zero3 gqa": Case(2, 3, 1, 1, "gqa", "sgd", changes(ATTENTION, granularity="full"), ends=0.2),
     "zero1 ahead": Case(
-        2, 1, 2, 4, "ahead", "adamw", changes(POSITIONS, ATTENTION, granularity="full"), ends=0.2
+        2, 1, 2, 2, "ahead", "adamw", changes(POSITIONS, ATTENTION, granularity="full"), ends=0.2
     ),
     "zero1 rope positions": Case(2, 1, 1, 1, "rope", "sgd", changes(POSITIONS), ends=0.2),
 }

@@ -26,7 +26,7 @@ from tests.dist.rank_jobs import (
 from tests.proofs.cases import with_proofs
 
 CASES = [Case(2, 2, 2, 1, "ahead", "adamw"), Case(4, 1, 4, 1, "rope", "sgd")]
-LEARNED = Case(2, 1, 2, 4, "learned", "adamw")
+LEARNED = Case(2, 1, 2, 2, "learned", "adamw")
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 HIDDEN_DROPOUT_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "stored": {},

@@ -45,18 +45,18 @@ POSITIONS = {
 }
 LAYOUTS = {
     "zero1": Case(2, 1, 1, 1, "rope", "sgd", sp=2),
-    "zero1 masked loss": Case(2, 1, 1, 4, "learned", "adamw", MASKED, sp=2, ends=0.2),
-    "zero2 alibi": Case(2, 2, 1, 4, "alibi", "adamw", FULL, sp=2),
+    "zero1 masked loss": Case(2, 1, 1, 2, "learned", "adamw", MASKED, sp=2, ends=0.2),
+    "zero2 alibi": Case(2, 2, 1, 2, "alibi", "adamw", FULL, sp=2),
     "zero2 documents": Case(2, 2, 1, 1, "learned", "sgd", DOCUMENTS, sp=2, ends=0.2),
     "zero3 gqa": Case(2, 3, 1, 1, "gqa", "adamw", sp=2),
-    "zero3 documents": Case(2, 3, 1, 4, "window", "adamw", POSITIONS, sp=2, ends=0.2),
+    "zero3 documents": Case(2, 3, 1, 2, "window", "adamw", POSITIONS, sp=2, ends=0.2),
     "zero3 four gqa": Case(4, 3, 1, 1, "gqa", "adamw", sp=4),
 }
 PROOFS = ("zero2 documents", "zero3 gqa")
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 SEEDED = {"model": DROPOUT, "runtime": {"seed": parity_cases.SEED}}
 DROPPING = Case(2, 1, 1, 1, "learned", "sgd", SEEDED, sp=2)
-HALF_MASKED = Case(2, 1, 1, 4, "learned", "adamw", MASKED, sp=2)
+HALF_MASKED = Case(2, 1, 1, 2, "learned", "adamw", MASKED, sp=2)
 
 
 @contextmanager

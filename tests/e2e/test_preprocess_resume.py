@@ -63,7 +63,7 @@ def test_killed_run_resumes_to_the_same_output(tmp_path: Path, name: str) -> Non
     assert kills > 5
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", with_proofs(KINDS, ["in.jsonl.gz", "in.parquet"]))
 def test_repeatedly_interrupted_run_resumes_to_the_same_output(tmp_path: Path, name: str) -> None:
     chosen = options(tmp_path, name)
     done, expected = run_uninterrupted(chosen)

@@ -52,11 +52,11 @@ PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
     "zero0-tp2-packed": (2, {"stage": 0}, {**TP2, **PACKED}),
     "zero1-pp2-fp8-guard": (2, {"stage": 1}, {**PP2, "bf16": True, **FP8, **GUARD}),
-    "zero2-dp2-offload": (2, {"stage": 2, "offload_optimizer": ON_CPU}, {}),
     "zero3-dp2-bf16-muon": (2, zero3(), {"bf16": True, "optimizer": "muon"}),
 }
 """Ranks, `zero_optimization` of the DeepSpeed file, and further flags."""
 MORE: dict[str, tuple[int, dict[str, Any], Settings]] = {
+    "zero2-dp2-offload": (2, {"stage": 2, "offload_optimizer": ON_CPU}, {}),
     "zero3-tp2-dp2-bf16-muon": (4, zero3(), {**TP2, **SEQUENCE, "bf16": True, "optimizer": "muon"}),
     "zero1-tp2-fp8-blocks": (2, {"stage": 1}, {**TP2, "bf16": True, **FP8, **BLOCKS}),
     "zero0-dp2": (2, {"stage": 0}, {}),
