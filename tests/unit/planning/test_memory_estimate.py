@@ -305,7 +305,7 @@ def test_states_in_bf16_take_documented_bytes_per_parameter(
     stage: int, dp_size: int, bytes_per_parameter: float
 ) -> None:
     """The parameters are the master weights."""
-    in_bf16 = {"param_bytes": 2, "accumulation_bytes": 2, "master_bytes": 2}
+    in_bf16: dict[str, Any] = {"param_bytes": 2, "accumulation_bytes": 2, "master_bytes": 2}
     engine = dataclasses.replace(SINGLE, zero_stage=stage, dp_size=dp_size, **in_bf16)
     found = estimate(config(), engine).states
     assert found == pytest.approx(bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3)
