@@ -5,7 +5,7 @@ RUN := $(VENV)/bin
 # Python compiles what is imported; compiling all that is installed would take a minute more.
 PIP = "$(RUN)/python" -m pip install --disable-pip-version-check --no-compile
 # Interpreters for the environment; the first one that runs and is new enough is used.
-PYTHONS ?= python3.11 python3.12 python3.13 python3 python
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14 python3 python
 # What the demo imports.
 DEMO_PACKAGES := deepspeed matplotlib ninja numpy orjson PyYAML regex rich safetensors setuptools \
   tokenizers torch xxhash
