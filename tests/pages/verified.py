@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.import_graph import REPOSITORY
+from tests.import_graph import REPOSITORY, tree
 from tests.proofs.marked import Marked, marked_tests
 from tests.tables import tables
 
@@ -46,7 +46,7 @@ def claims_in(path: Path) -> Iterator[tuple[str, str, list[str]]]:
     source = path.read_text(encoding="utf-8")
     if "Claim (" not in source:
         return
-    module = ast.parse(source)
+    module = tree(path)
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
     names = [node.name for node in functions if node.name.startswith("test")]
     for node in (module, *functions):
@@ -59,7 +59,7 @@ def claims_in(path: Path) -> Iterator[tuple[str, str, list[str]]]:
                 yield claim[1], " ".join(claim[2].split()), tests
 
 
-def tier(tests: list[str], marked: dict[str, Marked]) -> str:
+def tier(tests: list[str], marked: Mapping[str, Marked]) -> str:
     """The command that runs all cases, or some, of at least one of these tests."""
     found = set()
     for test in tests:

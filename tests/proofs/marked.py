@@ -9,9 +9,12 @@ markers of the cases that ran.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.import_graph import tree
 
 TESTS = Path(__file__).resolve().parents[1]
 MARKERS = ("proof", "interop")
@@ -32,29 +35,29 @@ class Marked:
     is_complete: bool
 
 
-def marked_tests() -> dict[str, Marked]:
+@functools.cache
+def marked_tests() -> Mapping[str, Marked]:
     """All marked tests by name, such as `tests/dist/test_x.py::test_y`."""
-    found = {}
+    marked: dict[str, Marked] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         source = path.read_text(encoding="utf-8")
         if WITH_PROOFS in source or any(f"mark.{marker}" in source for marker in MARKERS):
             file = path.relative_to(TESTS.parent).as_posix()
-            found |= {f"{file}::{name}": marked for name, marked in marked_in(source)}
-    return found
+            marked |= {f"{file}::{name}": mark for name, mark in marked_in(tree(path))}
+    return marked
 
 
-def marked_in(source: str) -> Iterator[tuple[str, Marked]]:
+def marked_in(module: ast.Module) -> Iterator[tuple[str, Marked]]:
     """The marked tests of a file by function."""
-    body = ast.parse(source).body
     definitions: dict[str, ast.AST] = {}
-    for node in body:
+    for node in module.body:
         if isinstance(node, ast.FunctionDef):
             definitions[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             definitions |= {each.id: node for each in targets if isinstance(each, ast.Name)}
     of_file = definitions.pop("pytestmark", ast.Pass())
-    for test in body:
+    for test in module.body:
         if isinstance(test, ast.FunctionDef) and test.name.startswith("test"):
             for marker in MARKERS:
                 is_complete = _mentions(of_file, marker, {}) or any(

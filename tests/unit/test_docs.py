@@ -22,7 +22,7 @@ from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_config import settings_of
 from megatron_ds.conversion.huggingface.standard_values import standard_values
-from tests.import_graph import nodes, sources
+from tests.import_graph import nodes, sources, tree
 from tests.pages.flags import tool_tables
 from tests.pages.verified import SECTIONS, claims_in, tier
 from tests.problems import codes
@@ -167,7 +167,7 @@ def names_of_tests(path: Path) -> set[str]:
         return set()
     return {
         node.name
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in tree(path).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
     }
 
@@ -187,9 +187,10 @@ def test_claims_are_paragraphs_of_the_docstrings_of_a_file_and_its_tests(tmp_pat
     of_file = ("serving", "of all", ["test_a", "test_b"])
     of_test = ("data", "of b", ["test_b"])
     assert list(claims_in(path)) == [of_file, of_test]
-    path.write_text(tests.replace("(data)", "(date)"))
+    other = tmp_path / "test_y.py"
+    other.write_text(tests.replace("(data)", "(date)"))
     with pytest.raises(KeyError, match="no section date"):
-        list(claims_in(path))
+        list(claims_in(other))
 
 
 @pytest.mark.parametrize(

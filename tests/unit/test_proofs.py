@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 from tests.proofs import run
 from tests.proofs.marked import Marked, marked_in, marked_tests
 from tests.reports import Case
@@ -22,12 +24,12 @@ def test_none(): pass
 
 
 def test_marks_are_found_in_the_source() -> None:
-    assert dict(marked_in(SOURCE)) == {
+    assert dict(marked_in(ast.parse(SOURCE))) == {
         "test_some": Marked("proof", False),
         "test_more": Marked("proof", False),
         "test_none": Marked("proof", True),
     }
-    of_file = dict(marked_in(f"pytestmark = pytest.mark.interop\n{SOURCE}"))
+    of_file = dict(marked_in(ast.parse(f"pytestmark = pytest.mark.interop\n{SOURCE}")))
     assert of_file["test_few"] == Marked("interop", True)
 
 
