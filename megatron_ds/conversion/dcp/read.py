@@ -120,6 +120,11 @@ class DcpFolder:
         return sizes
 
     @cached_property
+    def _places(self) -> dict[tuple[str, int], _Place]:
+        """Places of the values by file and offset of the chunk, of the chunks that were read."""
+        return {}
+
+    @cached_property
     def tensors(self) -> dict[str, TensorReader]:
         """All tensors by name, of which only the parts that are used are read."""
         return {
@@ -199,8 +204,11 @@ class DcpFolder:
         entry = self._entry(key)
         stored = self._stored(key, chunk)
         path = self.path / stored.relative_path
+        start = (stored.relative_path, stored.offset)
         try:
-            value = _mapped(path, stored)
+            if start not in self._places:
+                self._places[start] = _place_of(path, stored)
+            value = _mapped(path, self._places[start])
         except UserError:
             raise
         except Exception as error:  # torch raises errors of its zip reader and its unpickler
@@ -225,8 +233,23 @@ class DcpFolder:
         return info
 
 
-def _mapped(path: Path, stored: _StorageInfo) -> Tensor:
-    """The tensor in a part of a file: torch reads shape and place, the values are mapped."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a file has the values of a chunk, and how they lie there."""
+
+    start: int
+    """Bytes from the beginning of the file."""
+    size: int
+    """Bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """Elements before the first one."""
+
+
+def _place_of(path: Path, stored: _StorageInfo) -> _Place:
+    """Reads what a chunk says of its values by torch, which does not read the values."""
     with Window(path, stored.offset, stored.length) as window, FakeTensorMode():
         described = read_tensors(io.BufferedReader(window), classes=(), name=str(path))
     if not isinstance(described, Tensor):
@@ -236,13 +259,24 @@ def _mapped(path: Path, stored: _StorageInfo) -> Tensor:
     size = storage.nbytes()
     if start is None or start + size > stored.length:
         raise ValueError("its values are outside of the file")
-    if not size:
-        return torch.empty(described.shape, dtype=described.dtype)
+    return _Place(
+        start=stored.offset + start,
+        size=size,
+        dtype=described.dtype,
+        shape=tuple(described.shape),
+        strides=described.stride(),
+        offset=int(described.storage_offset()),
+    )
+
+
+def _mapped(path: Path, location: _Place) -> Tensor:
+    """The tensor at a place, whose values are read when they are used."""
+    if not location.size:
+        return torch.empty(location.shape, dtype=location.dtype)
     # A private map, because torch has no tensors that cannot be written.
-    values = numpy.memmap(path, numpy.uint8, "c", stored.offset + start, (size,))
-    flat = torch.from_numpy(values).view(described.dtype)
-    strides = described.stride()
-    return flat.as_strided(described.shape, strides, described.storage_offset())
+    values = numpy.memmap(path, numpy.uint8, "c", location.start, (location.size,))
+    flat = torch.from_numpy(values).view(location.dtype)
+    return flat.as_strided(location.shape, location.strides, location.offset)
 
 
 def _aligned(mapped: Tensor) -> Tensor:
