@@ -38,6 +38,7 @@ from packaging.version import Version
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 from tests.reports import Case, machine, read_cases  # noqa: E402 (the path is set now)
+from tests.unit.conftest import MEMORY  # noqa: E402
 from tests.unit.test_requirements import extras, pins, ranges  # noqa: E402
 
 ENVIRONMENTS = REPOSITORY / "build" / "versions"
@@ -315,8 +316,8 @@ def result_of(cases: Sequence[Case]) -> Result:
 
 def without_folders(error: str) -> str:
     """An error that names files by what follows the repository or the folder of a test."""
-    folders = [str(REPOSITORY), str(ENVIRONMENTS), tempfile.gettempdir(), str(Path.home())]
-    for folder in sorted(folders, key=len, reverse=True):
+    folders = [REPOSITORY, ENVIRONMENTS, MEMORY, tempfile.gettempdir(), Path.home()]
+    for folder in sorted(map(str, folders), key=len, reverse=True):
         error = re.sub(rf"{re.escape(folder)}{FOLDER_OF_A_TEST}/", "", error)
     return error
 

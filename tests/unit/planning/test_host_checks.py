@@ -159,18 +159,18 @@ def test_unusable_folder_and_missing_library_are_found_together(
 
 
 def test_folder_is_created_and_measured_and_left_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    disk_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap_disk, "find_problem", lambda: None)
     try:
-        expected = swap_disk.measure(tmp_path)
+        expected = swap_disk.measure(disk_folder)
     except OSError as error:
         pytest.skip(f"the temporary folder has no direct access: {error}")
-    disk, problems = swap_disk.check(tmp_path / "a" / "b")
+    disk, problems = swap_disk.check(disk_folder / "a" / "b")
     assert (min(expected) > 0, problems) == (True, [])
     assert disk is not None
     assert min(disk.rate) > 0
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert list((disk_folder / "a" / "b").iterdir()) == []
 
 
 def test_file_systems_in_memory_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,11 +268,11 @@ def test_a_killed_import_is_continued_and_gives_the_same_bytes(tmp_path: Path, r
 
 @pytest.mark.proof
 @pytest.mark.parametrize("write", ["flat", "mds", "parquet"])
-def test_memory_is_flat(write: str, tmp_path: Path) -> None:
+def test_memory_is_flat(write: str, disk_folder: Path) -> None:
     """The highest memory of an import of 200 MB is at most 64 MB above that of 2 MB."""
     peaks = []
     for millions in (1, 100):
-        folder = tmp_path / str(millions)
+        folder = disk_folder / str(millions)
         folder.mkdir()
         documents = [[*range(1, 1000), END]] * 1000
         if write == "flat":
