@@ -86,7 +86,7 @@ def test_intervals_contain_as_many_further_runs_as_they_say() -> None:
     draws = np.random.default_rng(3)
     for trial in range(30):
         losses = (1.5 + 300 / operations**0.13) * np.exp(draws.normal(0, noise, 6))
-        result = fit(("operations",), operations[:, None], losses, resamples=60, seed=trial)
+        result = fit(("operations",), operations[:, None], losses, resamples=30, seed=trial)
         low, high = result.interval(4e17, level=0.8)
         further = (1.5 + 300 / 4e17**0.13) * np.exp(draws.normal(0, noise))
         held += low <= further <= high
