@@ -28,6 +28,7 @@ from megatron_ds.engine.deepspeed.gradient_sums import (
 )
 from megatron_ds.engine.deepspeed.lazy_dynamo import import_dynamo_when_compiling
 from megatron_ds.engine.deepspeed.stage_messages import StageMessages
+from megatron_ds.engine.deepspeed.zero_costs import keep_views, spare_work_on_parameters
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from megatron_ds.engine.module import ModuleBuilder
 from megatron_ds.engine.optimizers.adam_kernels import available_on
@@ -123,6 +124,7 @@ def _patch_deepspeed() -> None:
     deepspeed_patches.silence_memory_reports()
     deepspeed_patches.limit_parameter_prefetch()
     exchange_slices_by_gloo()
+    spare_work_on_parameters()
 
 
 def _is_deepcompiled(ds_config: Mapping[str, Any]) -> bool:
@@ -194,6 +196,7 @@ def _correct(
     nvme_states.align_gradients(engine.optimizer)
     leave_gradients_in_place(engine.optimizer, device)
     share_masters(engine.optimizer)
+    keep_views(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
 
 

@@ -27,6 +27,10 @@ from megatron_ds.parallel.sharding import expert_group, shard_spec, states_of
 
 CHUNK = 2**22
 """Elements whose squares are summed at once; the sums are added in `sum_dtype`."""
+ROW = 256
+"""Elements whose squares a CPU adds in fp32."""
+SMALLEST = 1e-20
+"""Sum of squares below which squares of elements may be too small for fp32."""
 ZEROS = "num_zeros_in_grad"
 NORMS = ("layer_grad_norm", "layer_params_norm", "layer_update_ratio")
 """Names of metrics; a layer's end with `/` and its number, or the name of another layer."""
@@ -50,9 +54,10 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements, a scalar in `sum_dtype`.
 
     An accelerator computes the norms of hundreds of tensors of a type in one launch; it adds in a
-    tree, for which fp32 suffices. A CPU adds one after the other.
+    tree, for which fp32 suffices. A CPU adds one after the other, in fp32 within short rows only.
     """
-    dtype = torch.float64 if is_host(device.type) else torch.float32
+    if is_host(device.type):
+        return _sum_on_host([tensor.detach().to(device).reshape(-1) for tensor in tensors])
     sums = sum_dtype(device.type)
     squares = torch.zeros((), dtype=sums, device=device)
     by_type: dict[torch.dtype, list[Tensor]] = {}
@@ -64,9 +69,33 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         chunks = values.flatten().split(CHUNK) if is_long else [values]
         by_type.setdefault(tensor.dtype, []).extend(chunks)
     for chunks_of_type in by_type.values():
-        norms = torch._foreach_norm(chunks_of_type, 2, dtype=dtype)
+        norms = torch._foreach_norm(chunks_of_type, 2, dtype=torch.float32)
         squares += torch.stack(norms).to(sums).square().sum()
     return squares
+
+
+def _sum_on_host(vectors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of vectors on a CPU.
+
+    torch's kernel for fp32 reads each element once. A norm in fp64 converts all of them first; only
+    squares outside of fp32 need it.
+    """
+    for is_exact in (False, True):
+        norms = [norms for vector in vectors for norms in _row_norms(vector, is_exact=is_exact)]
+        squares = torch.cat([torch.zeros(1), *norms]).double().square().sum()
+        if SMALLEST < float(squares) < torch.inf:
+            break
+    return squares
+
+
+def _row_norms(vector: Tensor, *, is_exact: bool) -> Iterator[Tensor]:
+    """The norms of rows of `ROW` elements, and of the rest; in fp64, but for fp32 unless exact."""
+    length = vector.numel() - vector.numel() % ROW
+    is_fast = vector.dtype == torch.float32 and not is_exact
+    dtype = torch.float32 if is_fast else torch.float64
+    for rows in (vector[:length].view(-1, ROW), vector[length:].unsqueeze(0)):
+        if rows.numel():
+            yield torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
 
 
 def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:

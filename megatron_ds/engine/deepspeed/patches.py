@@ -4,9 +4,10 @@ In four sections: what corrects its numbers, what prevents its failures, what gi
 this package, and what saves time and noise. The settings that loading a checkpoint replaces are
 restored elsewhere: the loss scaler's in `loss_scaler.py`, the optimizer's in `param_groups.py`, and
 clipping in `zero.py`; `nvme_states.py` makes ordinary tensors of states on a disk, and
-`flat_gradients.py` sums and clips the gradients of the bf16 optimizer of stage 1, and
-`gradient_sums.py` spares the other optimizers of ZeRO copies and messages; `shared_masters.py` of
-the states makes master weights in bf16 the parameters.
+`flat_gradients.py` sums and clips the gradients of the bf16 optimizer of stage 1,
+`gradient_sums.py` spares the other optimizers of ZeRO copies and messages of gradients,
+`zero_costs.py` work on parameters; `shared_masters.py` of the states makes master weights in bf16
+the parameters.
 
 Private attributes of DeepSpeed are also read, without being replaced, in `deepspeed/partitions.py`,
 `deepspeed/checkpoint_io.py`, `deepspeed/nvme_states.py`, `states/resharding.py`,
