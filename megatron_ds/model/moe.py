@@ -203,7 +203,9 @@ class MoE(nn.Module):
             y_AH: Tensor = self.experts(x_AH, counts_E)
             return y_AH
         exchange = Exchange.plan(counts_E, self.ep_group)
-        y_RH = self.experts(exchange.to_experts(x_AH), exchange.counts_e)
+        # Tensor-parallel ranks send slices of one micro-batch.
+        by_micro_batch = exchange.counts_pe.unflatten(0, (self.mesh.ep.size, -1)).sum(1)
+        y_RH = self.experts(exchange.to_experts(x_AH), by_micro_batch.t())
         return exchange.from_experts(y_RH, len(x_AH))
 
 

@@ -17,6 +17,8 @@ from tests.dist.reference import Run, Tensors
 RELATIVE = 1e-5
 MOVED_STARTS = 4
 """Starts of one process that are moved by rounding."""
+MOVED_STARTS_IN_FP8 = 16
+"""The same with numbers in fp8: few of them are so near to the middle of two that it matters."""
 MOVED_FACTOR = 4
 """Accepted multiple of the errors of these starts."""
 DECIDED_STEPS = 3
@@ -75,7 +77,11 @@ def _error(value: Any, expected: Any) -> float:
 
 
 def differences(
-    run: Run, reference: Run, relative: float = RELATIVE, moved: MovedRuns | None = None
+    run: Run,
+    reference: Run,
+    relative: float = RELATIVE,
+    moved: MovedRuns | None = None,
+    starts: int = MOVED_STARTS,
 ) -> list[str]:
     """Lists every difference between `run` and `reference` larger than `relative`.
 
@@ -88,6 +94,7 @@ def differences(
         reference: The run of one process.
         relative: Accepted difference of a run that does not amplify rounding errors.
         moved: Trains the moved starts, if there are differences. None: nothing may amplify.
+        starts: Number of them.
     """
     found = []
     for kind in ("losses", "norms", "gradients", "weights"):
@@ -102,8 +109,8 @@ def differences(
     later = _differences(run, reference, tolerance, steps)
     has_signs = any(mask.any() for mask in reference.undecided.values())
     if later and moved is not None and not has_signs:
-        starts = [moved(seed) for seed in range(MOVED_STARTS)]
-        tolerance = Tolerance.of(starts, reference, relative)
+        others = [moved(seed) for seed in range(starts)]
+        tolerance = Tolerance.of(others, reference, relative)
         later = _differences(run, reference, tolerance, steps)
     if later and DECIDED_STEPS <= (decided := decided_steps(run, reference, relative)) < steps:
         later = _differences(run, reference, tolerance, decided)

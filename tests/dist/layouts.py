@@ -176,6 +176,12 @@ def has_decisions(run: RunLayout) -> bool:
     return run["experts"] != "none" or run["dropout"] == "all"
 
 
+def amplifies_rounding(run: RunLayout) -> bool:
+    """Whether starts of one process that rounding moves are far apart after a step: Lion takes
+    signs of gradients, and fp8 rounds to one of two neighbours that are far from each other."""
+    return run["optimizer"] == "lion" and run["fp8"] != "off"
+
+
 def is_accepted(run: RunLayout) -> bool:
     """Whether the matrix accepts a run, or a part of one, so far."""
     is_distributed = run.get("experts") == "distributed"

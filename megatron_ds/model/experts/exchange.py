@@ -3,7 +3,7 @@
 Rows of a rank's own experts are in no message.
 
 Shapes: A assignments of a token to an expert, E experts, e experts of this rank, R rows that they
-receive.
+receive, p ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Exchange:
     places_R: Tensor
     """Where in the order of the experts are the rows from other ranks, in the order of these, and
     the rows that stay."""
-    counts_e: Tensor
-    """Rows of each expert of this rank."""
+    counts_pe: Tensor
+    """Rows from each of the p ranks for each expert of this one."""
 
     @classmethod
     def plan(cls, counts_E: Tensor, group: Group) -> Exchange:
@@ -64,7 +64,7 @@ class Exchange:
         moved = _own_last(starts, group.rank).flatten() - (coming.cumsum(0) - coming)
         places_R = torch.arange(rows, device=counts_E.device)
         places_R = places_R + moved.repeat_interleave(coming, output_size=rows)
-        return cls(group, send, receive, kept, places_R, from_ranks.sum(0))
+        return cls(group, send, receive, kept, places_R, from_ranks)
 
     def to_experts(self, x_AH: Tensor) -> Tensor:
         """The rows for this rank's experts, [R, H]. Collective."""

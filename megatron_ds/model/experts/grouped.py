@@ -54,18 +54,21 @@ class Experts(nn.Module):
 
         Args:
             x_RH: The rows, the same on all tensor-parallel ranks.
-            counts: Number of rows of each expert, [e]. The last one has all further rows, too.
+            counts: Number of rows of each expert, [e], or of each expert from each of m
+                micro-batches, [e, m]. The last expert has all further rows, too.
         """
-        ends = counts.cumsum(0, dtype=torch.int32)
+        of_experts = counts if counts.dim() == 1 else counts.sum(1)
+        ends = of_experts.cumsum(0, dtype=torch.int32)
         ends[-1:].fill_(len(x_RH))  # a number for one element would be copied from the host
-        inner = self.fc_in(copy_to_group(x_RH, self.group), ends)
+        inner = self.fc_in(copy_to_group(x_RH, self.group), ends, counts)
         inner = self.elementwise.activate(inner, *self.activation)
-        y_RH: Tensor = self.fc_out(inner, ends)
+        y_RH: Tensor = self.fc_out(inner, ends, counts)
         return y_RH
 
 
 TrainingProduct = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-"""The output of stacked layers, with what is reduced, for x, W, b and the ends of the rows."""
+"""The output of stacked layers, with what is reduced, for x, W, b and the number of rows of each
+expert, or of each expert from each micro-batch."""
 
 
 class StackedLinear(nn.Module):
@@ -96,9 +99,10 @@ class StackedLinear(nn.Module):
         self.shape = weight.shape
         self.multiply: GroupedMatmul = grouped_matmul
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        if self.training and self.training_product is not None:
-            return self.training_product(x, self.weight, self.bias, ends)
+    def forward(self, x: Tensor, ends: Tensor, counts: Tensor | None = None) -> Tensor:
+        """The outputs of rows that end at `ends`; products in training take `counts`."""
+        if self.training and self.training_product is not None and counts is not None:
+            return self.training_product(x, self.weight, self.bias, counts)
         y: Tensor = _StackedMatmul.apply(x, self.weight, self.bias, ends, self)
         return y
 
