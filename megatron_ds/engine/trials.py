@@ -33,7 +33,7 @@ from megatron_ds.model.attention.packed import AttentionBackend, PackingOptions
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.attention.trial import select_kernel
 from megatron_ds.model.experts.grouped import try_grouped_matmuls
-from megatron_ds.model.fp8_layers import compile_rounding, recipe_of
+from megatron_ds.model.fp8_layers import compile_rounding, recipe_of, trace_products
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.kernels.compilation import compile_layers, use_eager, use_elementwise
 from megatron_ds.model.kernels.compiled_layers import try_layers, whole
@@ -134,6 +134,8 @@ def compiled_layers(trial: Trial) -> Iterator[Problem]:
     lengths_vary = trial.run.lengths_vary
     if config.runtime.compile:
         compile_layers(model, lengths_vary=lengths_vary)
+        if config.zero_stage < 3:
+            trace_products(model)
     if config.runtime.compile or config.runtime.no_compile:
         return
     if not get_accelerator().is_triton_supported():

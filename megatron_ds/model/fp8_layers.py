@@ -8,6 +8,7 @@ layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -25,6 +26,10 @@ from megatron_ds.model.moe import MoE
 from megatron_ds.parallel.fp8.grouped import Fp8Experts
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe, RoundedWeights
 from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, round_both
+from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+Rounding = tuple[ColumnParallelLinear | RowParallelLinear, Fp8Linear]
+"""A linear layer, and its product in fp8."""
 
 
 def compute_in_fp8(model: GPTModel, precision: PrecisionConfig) -> None:
@@ -48,7 +53,7 @@ def compute_in_fp8(model: GPTModel, precision: PrecisionConfig) -> None:
 def recipe_of(model: nn.Module) -> Fp8Recipe | None:
     """How the layers of a model are rounded; None if no layer computes in fp8."""
     products = (getattr(module, "training_product", None) for module in model.modules())
-    layers = (product for product in products if isinstance(product, Fp8Linear))
+    layers = (product for product in products if isinstance(product, (Fp8Linear, Fp8Experts)))
     return next((layer.recipe for layer in layers), None)
 
 
@@ -88,6 +93,28 @@ def compile_rounding(
         return Problem("compilation-inaccurate", error=error)
     recipe.round_both = compiled
     return None
+
+
+def trace_products(model: GPTModel) -> None:
+    """Let the graphs of compiled layers contain the casts of activations and gradients.
+
+    The weights are rounded before each layer, so a rank must then have all of them. Experts are in
+    no graph.
+    """
+    for block in model.blocks():
+        layers = [
+            (module, module.training_product)
+            for module in block.modules()
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            if isinstance(module.training_product, Fp8Linear)
+        ]
+        block.register_forward_pre_hook(functools.partial(_prepare, layers))
+
+
+def _prepare(layers: list[Rounding], block: nn.Module, inputs: object) -> None:
+    if block.training:
+        for layer, product in layers:
+            product.prepare(layer.weight)
 
 
 def _round_products(block: Block, recipe: Fp8Recipe, precision: PrecisionConfig) -> None:

@@ -57,6 +57,13 @@ def case(
 
 
 SEQUENCE = {"parallel": {"sequence_parallel": True}}
+MOE = {
+    "num_experts": (4,),
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_ffn_hidden_size": 32,
+}
+EXPERTS_OF_RANKS = {"moe": MOE}
 RECOMPUTED = {"recompute": {"recompute_granularity": "full"}}
 CASES = {
     "zero3": case("tensorwise", stage=3),
@@ -65,6 +72,7 @@ CASES = {
     "pp2": case("tensorwise", pp=2),
     "cp2": case("rowwise", cp=2),
     "tp2-blockwise": case("blockwise", tp=2, changes=SEQUENCE),
+    "ep2": case("rowwise", ep=2, stage=2, changes=EXPERTS_OF_RANKS),
     "tp2": case("rowwise", tp=2),
     "sp2": case("tensorwise", sp=2),
     "zero1": case("tensorwise", accumulation=2),
@@ -77,9 +85,10 @@ CASES = {
     "pp2-blockwise": case("blockwise", pp=2),
     "sp2-blockwise": case("blockwise", sp=2, stage=3),
     "cp2-blockwise": case("blockwise", cp=2, stage=2),
+    "ep2-tensorwise": case("tensorwise", ep=2, changes=EXPERTS_OF_RANKS),
 }
 """Trainings by name."""
-PROOFS = list(CASES)[6:]
+PROOFS = list(CASES)[7:]
 """Those that only proofs run."""
 
 
@@ -105,12 +114,22 @@ def activations(seed: int, by_row: bool, *, over_tokens: bool = False) -> Tensor
 
 
 def computed(
-    recipe: Fp8Recipe, group: Group, sharded: int, *operands: Tensor, grad: Tensor
+    recipe: Fp8Recipe,
+    group: Group,
+    sharded: int,
+    *operands: Tensor,
+    grad: Tensor,
+    is_traced: bool = False,
 ) -> list[Tensor]:
-    """Output and gradients of a layer."""
+    """Output and gradients of a layer; of one that is traced, in one graph with its casts."""
     leaves = [operand.detach().clone().requires_grad_() for operand in operands]
     x, weight, bias = (*leaves, None)[:3]
-    y = Fp8Linear(recipe, group, sharded)(x, weight, bias)
+    layer: Any = Fp8Linear(recipe, group, sharded)
+    if is_traced:
+        layer.prepare(weight)
+        torch.compiler.reset()
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    y = layer(x, weight, bias)
     y.backward(grad)
     gradients = [leaf.grad for leaf in leaves]
     assert all(gradient is not None for gradient in gradients)
@@ -121,10 +140,11 @@ def shard(x: Tensor, dim: int, group: Group) -> Tensor:
     return x.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def check_tensor_parallel_layers(group: Group) -> None:
+def check_tensor_parallel_layers(group: Group, *, is_traced: bool = False) -> None:
     bias = torch.arange(16.0)
+    formats = (E5M2,) if is_traced else (E4M3, E5M2)
     for scales, gradients, sharded, in_sequence in itertools.product(
-        SCALES, (E4M3, E5M2), (0, 1), (False, True)
+        SCALES, formats, (0, 1), (False, True)
     ):
         ranks = dataclasses.replace(group, sequence_parallel=in_sequence)
         by_row = bool(scales["by_row"])
@@ -154,14 +174,16 @@ def check_tensor_parallel_layers(group: Group) -> None:
             shard(weight, sharded, ranks),
             biases[0],
             grad=part(grad, inside),
+            is_traced=is_traced,
         )
         wanted = part(y, inside), part(grad_x, outside), shard(grad_weight, sharded, ranks)
         for name, one, other in zip("yxwb", found, (*wanted, biases[1]), strict=True):
             assert torch.equal(one, other), (name, scales, gradients, sharded, in_sequence)
 
 
-def check_shared_sequences(group: Group) -> None:
-    for scales, gradients in itertools.product(SCALES, (E4M3, E5M2)):
+def check_shared_sequences(group: Group, *, is_traced: bool = False) -> None:
+    formats = (E5M2,) if is_traced else (E4M3, E5M2)
+    for scales, gradients in itertools.product(SCALES, formats):
         by_row = bool(scales["by_row"])
         x = activations(1, by_row, over_tokens=True)
         grad = activations(2, by_row, over_tokens=True)
@@ -170,7 +192,9 @@ def check_shared_sequences(group: Group) -> None:
         wanted = computed(alone, ALONE, 0, x, weight, grad=grad)
         recipe = Fp8Recipe(gradients, tokens=group, **scales)
         parts = shard(x, 0, group), weight
-        y, grad_x, grad_weight = computed(recipe, ALONE, 0, *parts, grad=shard(grad, 0, group))
+        y, grad_x, grad_weight = computed(
+            recipe, ALONE, 0, *parts, grad=shard(grad, 0, group), is_traced=is_traced
+        )
         assert torch.equal(y, shard(wanted[0], 0, group)), (scales, gradients)
         assert torch.equal(grad_x, shard(wanted[1], 0, group)), (scales, gradients)
         assert torch.equal(sum_over_group(grad_weight, group), wanted[2]), (scales, gradients)
@@ -186,9 +210,9 @@ def computed_experts(
 ) -> list[Tensor]:
     """Output and gradients of experts, each with as many rows."""
     x, weight = (operand.detach().clone().requires_grad_() for operand in operands)
-    ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (len(x) // EXPERTS)
+    counts = torch.tensor([len(x) // EXPERTS] * EXPERTS)
     inputs = copy_to_group(x, group) if sharded == 1 else x
-    y = Fp8Experts(recipe, group, sharded)(inputs, weight, None, ends)
+    y = Fp8Experts(recipe, group, sharded)(inputs, weight, None, counts)
     y.backward(grad)
     assert x.grad is not None
     assert weight.grad is not None
@@ -196,12 +220,12 @@ def computed_experts(
 
 
 def check_experts(group: Group) -> None:
-    tokens = EXPERTS * ROWS
-    weight = torch.stack([draw(FEATURES, FEATURES, 3 + index, True) for index in range(EXPERTS)])
-    for gradients, sharded in itertools.product((E4M3, E5M2), (1, 2)):
-        recipe = Fp8Recipe(gradients, True, ALONE)
-        x = draw(tokens, FEATURES, 1, True)
-        grad = draw(tokens, FEATURES, 2, True)
+    for gradients, sharded, by_row in itertools.product((E4M3, E5M2), (1, 2), (False, True)):
+        weights = [draw(FEATURES, FEATURES, 3 + index, by_row) for index in range(EXPERTS)]
+        weight = torch.stack(weights)
+        recipe = Fp8Recipe(gradients, by_row, ALONE)
+        x = torch.cat([draw(ROWS, FEATURES, 10 + index, by_row) for index in range(EXPERTS)])
+        grad = torch.cat([draw(ROWS, FEATURES, 20 + index, by_row) for index in range(EXPERTS)])
         full = weight.mT.contiguous() if sharded == 1 else weight
         y, grad_x, grad_weight = computed_experts(recipe, ALONE, sharded, x, full, grad=grad)
         shards = shard(full, sharded, group)
@@ -216,27 +240,28 @@ def check_experts(group: Group) -> None:
             wanted[1] = shard(grad_x, 1, group)
         found = computed_experts(recipe, group, sharded, *operands, grad=gradient)
         for name, one, other in zip("yxw", found, wanted, strict=True):
-            assert torch.equal(one, other), (name, gradients, sharded)
+            assert torch.equal(one, other), (name, gradients, sharded, by_row)
 
 
 def check_experts_of_shared_sequences(group: Group) -> None:
-    def of_experts(seed: int) -> Tensor:
-        parts = [draw(FEATURES, ROWS, seed + index, True).t() for index in range(EXPERTS)]
-        return torch.stack(parts)
+    def of_experts(seed: int, by_row: bool) -> Tensor:
+        parts = [draw(FEATURES, ROWS, seed + index, by_row).t() for index in range(EXPERTS)]
+        return torch.cat(parts)
 
     def part(tensor: Tensor) -> Tensor:
         return shard(tensor.view(EXPERTS, ROWS, FEATURES), 1, group).flatten(0, 1)
 
-    weight = torch.stack([draw(FEATURES, FEATURES, 3 + index, True) for index in range(EXPERTS)])
-    for gradients in (E4M3, E5M2):
-        x, grad = (of_experts(seed).flatten(0, 1) for seed in (10, 20))
-        alone = Fp8Recipe(gradients, True, ALONE)
+    for gradients, by_row in itertools.product((E4M3, E5M2), (False, True)):
+        weights = [draw(FEATURES, FEATURES, 3 + index, by_row) for index in range(EXPERTS)]
+        weight = torch.stack(weights)
+        x, grad = (of_experts(seed, by_row) for seed in (10, 20))
+        alone = Fp8Recipe(gradients, by_row, ALONE)
         wanted = computed_experts(alone, ALONE, 1, x, weight, grad=grad)
-        recipe = Fp8Recipe(gradients, True, group)
+        recipe = Fp8Recipe(gradients, by_row, group)
         found = computed_experts(recipe, ALONE, 1, part(x), weight, grad=part(grad))
-        assert torch.equal(found[0], part(wanted[0])), gradients
-        assert torch.equal(found[1], part(wanted[1])), gradients
-        assert torch.equal(sum_over_group(found[2], group), wanted[2]), gradients
+        assert torch.equal(found[0], part(wanted[0])), (gradients, by_row)
+        assert torch.equal(found[1], part(wanted[1])), (gradients, by_row)
+        assert torch.equal(sum_over_group(found[2], group), wanted[2]), (gradients, by_row)
 
 
 def check_layers(rank: int) -> None:
@@ -252,6 +277,18 @@ def test_layers_on_two_ranks_equal_one_process_bit_for_bit() -> None:
     tensor-parallel ranks, with `--sequence-parallel`, and on ranks that share sequences, bit for
     bit; so do experts"""
     run_ranks(check_layers, 2)
+
+
+def check_traced_layers(rank: int) -> None:
+    group = Mesh.build(tp_size=2).tp
+    check_tensor_parallel_layers(group, is_traced=True)
+    check_shared_sequences(group, is_traced=True)
+
+
+@pytest.mark.proof
+def test_traced_layers_on_two_ranks_equal_one_process_bit_for_bit() -> None:
+    """Claim (precision): so do layers whose casts are in the graph of a compiled layer"""
+    run_ranks(check_traced_layers, 2)
 
 
 @pytest.fixture(scope="module")

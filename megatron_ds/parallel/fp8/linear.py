@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from megatron_ds.parallel.collectives import (
 )
 from megatron_ds.parallel.fp8.rounding import (
     E4M3,
+    Block,
     RoundBoth,
     Rounded,
     multiply,
@@ -44,6 +45,12 @@ class RoundedWeights:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Rounded] | None = None
+        self.prepared: set[Fp8Linear] = set()
+        """Layers that hold rounded weights for their graphs."""
+
+    @property
+    def is_keeping(self) -> bool:
+        return self._kept is not None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -53,6 +60,9 @@ class RoundedWeights:
             yield
         finally:
             self._kept = None
+            for layer in self.prepared:
+                layer.rounded = None
+            self.prepared.clear()
 
     def take(self, owner: object, dim: int, compute: Callable[[], Rounded]) -> Rounded:
         """The rounded weight of a layer along a dimension, which is computed if it is not kept."""
@@ -97,15 +107,51 @@ class Fp8Linear:
         self.recipe = recipe
         self.group = group
         self.sharded = sharded
+        self.rounded: tuple[Rounded, Rounded] | None = None
+        """W and W^T, rounded before the graph of a compiled layer."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # kept weights change in no graph
+    def prepare(self, weight: Tensor) -> None:
+        """Round a weight for the graph of a compiled layer, which is called next."""
+        weights = self.recipe.weights
+        if self.rounded is not None and weights.is_keeping:
+            return
+        by_input = self.round_weight(weight, 1)
+        by_output = self.round_weight(weight, 0)
+        if by_output.scale is by_input.scale:  # a graph takes no tensor twice
+            by_output = replace(by_output, scale=by_output.scale.clone())
+        self.rounded = by_input, by_output
+        weights.prepared.add(self)
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output, as that of `ColumnParallelLinear` and `RowParallelLinear`."""
+        if self.rounded is None:
+            y: Tensor = self._multiply(x, weight, bias)
+            return y
+        return self._multiply_prepared(x, weight, bias, *self.rounded)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # kept weights change in no graph
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = _Fp8Product.apply(x, weight, bias, self, self._keeps_codes(weight))
+        return y
+
+    def _multiply_prepared(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, by_input: Rounded, by_output: Rounded
+    ) -> Tensor:
+        rounded = by_input.codes, by_input.scale, by_output.codes, by_output.scale
+        keeps_codes = self._keeps_codes(weight)
+        y: Tensor = _Fp8Product.apply(x, weight, bias, self, keeps_codes, *rounded)
+        return y
+
+    def _keeps_codes(self, weight: Tensor) -> bool:
         # What is gathered for the product is gathered again for the gradient.
         is_gathered = self.is_column and self.group.sequence_parallel
-        keeps_codes = torch.is_grad_enabled() and weight.requires_grad and not is_gathered
-        y: Tensor = _Fp8Product.apply(x, weight, bias, self, keeps_codes)
-        return y
+        return torch.is_grad_enabled() and weight.requires_grad and not is_gathered
+
+    @property
+    def block_of_weights(self) -> Block | None:
+        """Rows and columns of the blocks of W that have scales."""
+        block = self.recipe.block
+        return None if block is None else (block, block)
 
     @property
     def is_column(self) -> bool:
@@ -167,15 +213,16 @@ class Fp8Linear:
                 return by_token, by_token.transposed()
             return by_token, self.round_columns(rows, dtype, is_sharded=is_sharded)
         block = None if recipe.block is None else (1, recipe.block)
-        codes, scale, columns, column_scale = recipe.round_both(
-            rows, dtype, recipe.by_row, recipe.block
-        )
+        # In a graph it is compiled with the rest.
+        compute = round_both if torch.compiler.is_compiling() else recipe.round_both
+        codes, scale, columns, column_scale = compute(rows, dtype, recipe.by_row, recipe.block)
         return Rounded(codes, scale, block), Rounded(columns, column_scale, block)
 
     def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, keeps_codes: bool
+        self, x: Tensor, weight: Rounded, bias: Tensor | None, *, keeps_codes: bool
     ) -> tuple[Tensor, Rounded | None]:
-        """The forward pass: the output, and x rounded for the gradient of W if it is kept."""
+        """The forward pass for the rounded W: the output, and x rounded for the gradient of W if it
+        is kept."""
         if self.is_column and self.group.sequence_parallel:
             x = wait(start_all_gather(x, self.group))
         flat = x.flatten(0, -2)
@@ -187,9 +234,9 @@ class Fp8Linear:
         y = self._sum(rows, x, weight, bias)
         return y, inputs
 
-    def _sum(self, rows: Rounded, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _sum(self, rows: Rounded, x: Tensor, weight: Rounded, bias: Tensor | None) -> Tensor:
         added = None if self.is_row else bias
-        y = multiply(rows, self.round_weight(weight, 1), added, x.dtype)
+        y = multiply(rows, weight, added, x.dtype)
         y = y.view(*x.shape[:-1], -1)
         if not self.is_row:
             return y
@@ -200,9 +247,15 @@ class Fp8Linear:
         return y if bias is None else y + bias
 
     def backward(
-        self, grad: Tensor, x: Tensor | Rounded, weight: Tensor, needs: tuple[bool, ...]
+        self,
+        grad: Tensor,
+        x: Tensor | Rounded,
+        weight: Callable[[], Rounded],
+        needs: tuple[bool, ...],
+        dtype: torch.dtype,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, W and b that are needed, for x or what `forward` kept of it."""
+        """The gradients of x, W and b that are needed, for x or what `forward` kept of it, and a
+        function that rounds W^T; `dtype` is the type of the gradient of W."""
         group = self.group
         is_split = group.sequence_parallel
         gathered = None
@@ -223,7 +276,7 @@ class Fp8Linear:
                 by_token, by_feature = pair
             else:
                 by_token = self.round_rows(rows, gradients, is_sharded=self.is_column)
-            product = multiply(by_token, self.round_weight(weight, 0), None, grad.dtype)
+            product = multiply(by_token, weight(), None, grad.dtype)
             grad_x = product.view(*grad.shape[:-1], -1)
             if self.is_column and is_split:
                 grad_x, work = start_reduce_scatter(grad_x, group)
@@ -236,7 +289,7 @@ class Fp8Linear:
             if isinstance(inputs, Tensor):
                 full = (inputs if gathered is None else wait(gathered)).flatten(0, -2)
                 inputs = self.round_columns(full, E4M3, is_sharded=self.is_row)
-            grad_weight = multiply(by_feature, inputs, None, weight.dtype)
+            grad_weight = multiply(by_feature, inputs, None, dtype)
         if needs[2]:
             grad_bias = rows.sum(0)
         if work is not None:
@@ -253,22 +306,34 @@ class _Fp8Product(torch.autograd.Function):
         bias: Tensor | None,
         layer: Fp8Linear,
         keeps_codes: bool,
+        *rounded: Tensor,
     ) -> Tensor:
-        y, inputs = layer.forward(x, weight, bias, keeps_codes=keeps_codes)
-        if inputs is None:
-            ctx.save_for_backward(weight, x)
+        """Codes and scale of W, then of W^T, are those of `rounded`, or else of `layer`."""
+        if rounded:
+            by_input = Rounded(rounded[0], rounded[1], layer.block_of_weights)
         else:
-            ctx.save_for_backward(weight, inputs.codes, inputs.scale)
-            ctx.block = inputs.block
+            by_input = layer.round_weight(weight, 1)
+        y, inputs = layer.forward(x, by_input, bias, keeps_codes=keeps_codes)
+        kept = (x,) if inputs is None else (inputs.codes, inputs.scale)
+        ctx.save_for_backward(weight, *rounded[2:], *kept)
+        ctx.input_block = None if inputs is None else inputs.block
         ctx.layer = layer
+        ctx.is_prepared = bool(rounded)
         return y
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Fp8Linear = ctx.layer
-        weight, x, *scale = ctx.saved_tensors
-        if scale:
-            x = Rounded(x, scale[0], ctx.block)
-        return *layer.backward(grad, x, weight, ctx.needs_input_grad[:3]), None, None
+        weight, *saved = ctx.saved_tensors
+        others = saved[2:] if ctx.is_prepared else saved
+        x = others[0]
+        if len(others) > 1:
+            x = Rounded(others[0], others[1], ctx.input_block)
+
+        def by_output() -> Rounded:
+            if ctx.is_prepared:
+                return Rounded(saved[0], saved[1], layer.block_of_weights)
+            return layer.round_weight(weight, 0)
+
+        gradients = layer.backward(grad, x, by_output, ctx.needs_input_grad[:3], weight.dtype)
+        return *gradients, None, None, *([None] * (4 if ctx.is_prepared else 0))

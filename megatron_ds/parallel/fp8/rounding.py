@@ -169,7 +169,7 @@ def multiply(a: Rounded, b: Rounded, bias: Tensor | None, dtype: torch.dtype) ->
         bias: A number for each row of b; it is added in fp32.
         dtype: Type of the result.
     """
-    if dtype is torch.bfloat16 and _fits(a, b) and has_kernel(a.codes.device, _scaling_of(a, b)):
+    if dtype is torch.bfloat16 and _fits(a, b) and _uses_kernel(a.codes.device, _scaling_of(a, b)):
         return multiply_by_kernel(a, b, bias, dtype)
     if a.block is not None:
         y = a.values() @ b.values().t()
@@ -186,23 +186,39 @@ def multiply_by_kernel(a: Rounded, b: Rounded, bias: Tensor | None, dtype: torch
         return torch._scaled_mm(
             a.codes,
             b.codes.t(),
-            scale_a=a.scale,
-            scale_b=b.scale.t(),
+            scale_a=_column(a.scale),
+            scale_b=_column(b.scale).t(),
             bias=bias,
             out_dtype=dtype,
             use_fast_accum=False,
         )
-    # The kernel takes scales of one block of columns after the other.
     return F.scaled_mm(
         a.codes,
         b.codes.t(),
-        a.scale.t().contiguous().t(),
+        _scales_of_blocks(a),
         _kernel_scaling(a),
-        b.scale if b.block == (KERNEL_BLOCK, KERNEL_BLOCK) else b.scale.t().contiguous().t(),
+        _scales_of_blocks(b),
         _kernel_scaling(b),
         bias=bias,
         output_dtype=dtype,
     )
+
+
+def _scales_of_blocks(x: Rounded) -> Tensor:
+    """Scales as the kernel takes them: of blocks of a row [rows, blocks], one block of all rows
+    after the other; of squares [blocks of columns, blocks of rows], the columns first and their
+    number padded to a multiple of 4."""
+    if x.block == (1, KERNEL_BLOCK):
+        return x.scale.t().contiguous().t()
+    return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).contiguous().t()
+
+
+def _column(scale: Tensor) -> Tensor:
+    """Scales of rows as a column, whose second stride is 1, which the kernel requires.
+
+    That of a transposed row is another one, also if it is contiguous.
+    """
+    return scale if scale.dim() == 0 else scale.flatten().unsqueeze(1)
 
 
 KERNEL_BLOCK = 128
@@ -255,9 +271,17 @@ def has_kernel(device: torch.device, scaling: Scaling) -> bool:
     return True
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _uses_kernel(device: torch.device, scaling: Scaling) -> bool:
+    """`has_kernel`, which no graph contains."""
+    return has_kernel(device, scaling)
+
+
 KERNEL_ERROR = 2**-6
 """Accepted error of a kernel's products, relative to the largest: twice the rounding of bf16."""
 
 
 def _fits(a: Rounded, b: Rounded) -> bool:
-    return not any(size % FP8_MULTIPLE for size in (a.codes.shape[1], b.codes.shape[0]))
+    columns = FP8_MULTIPLE if a.block is None else KERNEL_BLOCK
+    rows = FP8_MULTIPLE if b.block is None or b.block[0] == 1 else KERNEL_BLOCK
+    return a.codes.shape[1] % columns == 0 and b.codes.shape[0] % rows == 0

@@ -12,6 +12,7 @@ import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -19,7 +20,12 @@ from torch import Tensor
 
 from megatron_ds.config import Config, ModelConfig, PrecisionConfig
 from megatron_ds.model.declaration.fp8 import fp8_problems
-from megatron_ds.model.fp8_layers import compile_rounding, compute_in_fp8, rounded_weights
+from megatron_ds.model.fp8_layers import (
+    compile_rounding,
+    compute_in_fp8,
+    rounded_weights,
+    trace_products,
+)
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.fp8 import linear, rounding
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
@@ -266,6 +272,77 @@ def test_kernel_multiplies_the_same_numbers(by_row: bool, dtype: torch.dtype) ->
     assert not rounding.has_kernel(torch.device("cpu"), (by_row, None, None))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_the_kernel_takes_the_operands_of_all_products(
+    recipe: str, is_traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses some strides of scales. Whether there is a kernel is decided in no graph."""
+    results = []
+    for has_kernel in (False, True):
+        answer = MagicMock(return_value=has_kernel)
+        monkeypatch.setattr(rounding, "has_kernel", answer)
+        leaves = [draw(*shape, dtype=torch.bfloat16) for shape in ((32, 64), (48, 64), (48,))]
+        x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+        layer: Any = Fp8Linear(recipe_of(recipe), ALONE, 0)
+        if is_traced:
+            layer.prepare(weight)
+            torch.compiler.reset()
+            layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        y = layer(x, weight, bias)
+        y.backward(draw(32, 48, seed=1, dtype=torch.bfloat16))
+        scaling = recipe == "rowwise", None, None
+        assert answer.mock_calls == [call(torch.device("cpu"), scaling)] * 3
+        results.append([y.detach(), x.grad, weight.grad, bias.grad])
+    for one, other in zip(*results, strict=True):
+        assert one is not None
+        assert other is not None
+        assert (one - other).abs().max() <= 2**-7 * one.abs().max()
+
+
+@pytest.mark.parametrize("is_square", [False, True])
+@pytest.mark.parametrize(("rows", "outputs", "columns"), [(48, 128, 128), (80, 256, 640)])
+def test_the_kernel_takes_scales_of_blocks(
+    is_square: bool, rows: int, outputs: int, columns: int
+) -> None:
+    """torch checks shapes and strides on a device without numbers, too."""
+    a = rounding.round_blocks(draw(rows, columns), E4M3, (1, 128))
+    b = rounding.round_blocks(draw(outputs, columns), E4M3, (128 if is_square else 1, 128))
+    assert rounding._fits(a, b)
+    for of_b in (b, b.transposed().transposed()):
+        moved = (
+            rounding.Rounded(x.codes.to("meta"), x.scale.to("meta"), x.block) for x in (a, of_b)
+        )
+        y = multiply_by_kernel(*moved, None, torch.bfloat16)
+        assert y.shape == (rows, outputs)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "side", "expected"),
+    [
+        (128, 256, 128, True),
+        (144, 256, 128, False),
+        (144, 256, 1, True),
+        (136, 256, 1, False),
+        (128, 272, 1, False),
+        (144, 272, None, True),
+        (144, 264, None, False),
+    ],
+)
+def test_products_of_other_sizes_need_no_kernel(
+    outputs: int, columns: int, side: int | None, expected: bool
+) -> None:
+    if side is None:
+        a, b = (
+            round_matrix(draw(size, columns), 1, E4M3, by_row=True, groups=())
+            for size in (16, outputs)
+        )
+    else:
+        a = rounding.round_blocks(draw(16, columns), E4M3, (1, 128))
+        b = rounding.round_blocks(draw(outputs, columns), E4M3, (side, 128))
+    assert rounding._fits(a, b) == expected
+
+
 def test_gradients_scaled_by_powers_of_two_are_rounded_alike() -> None:
     """Losses are divided by the micro-batches of a step."""
     x = draw(12, 16)
@@ -429,17 +506,42 @@ def test_casts_that_a_compiler_rounds_otherwise_stay_eager(
         assert rule.round_both is rounding.round_both
 
 
-def test_compiled_layers_compute_the_same() -> None:
-    """Claim (precision): layers compiled with `--compile` compute in fp8 as eager ones do"""
+@pytest.mark.parametrize("recipe", with_proofs(RECIPES, RECIPES[1:]))
+def test_layers_with_their_casts_in_one_graph_compute_the_same(recipe: str) -> None:
+    """Claim (precision): layers compiled with `--compile` compute in fp8 as eager ones do, with the
+    casts of activations and gradients in their graphs"""
+    block = {"fp8_block_size": BLOCK} if recipe == "blockwise" else {}
+    model = model_of(fp8_format="hybrid", fp8_recipe=recipe, **block)
+    tokens = torch.arange(18).view(2, 9)
+    weights = rounded_weights(model)
+    assert weights is not None
+    results = []
+    for is_compiled in (False, True):
+        if is_compiled:
+            for layer in model.layers.values():
+                layer._layer = torch.compile(layer._all, backend="aot_eager", fullgraph=True)
+            trace_products(model)
+        for factor in (2.0, 0.5):  # the weights of the second step are others
+            model.zero_grad()
+            with weights.kept():
+                loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
+                loss.backward()
+            assert not weights.prepared
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+            results.append([loss.detach(), *gradients])
+            for parameter in model.parameters():
+                parameter.data *= factor
+    for step in range(2):
+        for one, other in zip(results[step], results[step + 2], strict=True):
+            assert torch.equal(one, other)
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+def test_a_layer_without_prepared_weights_is_in_no_graph() -> None:
     model = model_of(fp8_format="hybrid", fp8_recipe="tensorwise")
     tokens = torch.arange(18).view(2, 9)
-    gradients = []
-    for layer in (model.layers["0"], None):
-        if layer is None:
-            for block in model.layers.values():
-                block._layer = torch.compile(block._all, backend="eager")
-        model.zero_grad()
-        model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})  # type: ignore[union-attr]
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+    losses = [model(tokens[:, :-1], tokens[:, 1:]).mean()]
+    for layer in model.layers.values():
+        layer._layer = torch.compile(layer._all, backend="eager")
+    losses.append(model(tokens[:, :-1], tokens[:, 1:]).mean())
+    assert torch.equal(*losses)
