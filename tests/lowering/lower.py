@@ -58,8 +58,11 @@ from megatron_ds.model.kernels.elementwise import activate, add_dropout
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.position_embedding import AttentionContext, Rotation, rope_table, rotate
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, round_both
+from megatron_ds.parallel.fp8 import rounding
+from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
+from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, Rounded, round_both
 from megatron_ds.parallel.fused_linear_cross_entropy import chunk_rows, fusible_softmax_, multiply
+from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
@@ -165,6 +168,7 @@ class Lowering:
     def __init__(self, mode: FakeTensorMode, folder: Path) -> None:
         self._mode = mode
         self._folder = folder
+        self.counts_launches = False  # of kernels, each of which may be launched several times
         self.results: dict[str, dict[str, Any]] = {}
 
     def run(self, name: str, function: Callable[..., Any], *inputs: Tensor) -> None:
@@ -233,8 +237,10 @@ class Lowering:
         used = [pair for kernel in kernels for pair in self._compile(*kernel)]
         calls = re.findall(r"(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.\w]*\(", text)
         collectives = re.findall(r"torch\.ops\._c10d_functional\.(\w+)[.\w]*\(", text)
+        launches = sum(text.count(f"{name}.run(") for name, _ in kernels)
         return {
             "kernels": len(kernels),
+            **({"launches": launches} if self.counts_launches else {}),
             "registers": max((registers for registers, _ in used), default=0),
             "spilled bytes": max((spilled for _, spilled in used), default=0),
             "calls of libraries": dict(sorted(Counter(calls).items())),
@@ -349,6 +355,32 @@ def lower_segments(
     run("after", "_after", empty(*stream), empty(B, heads, S, config.head_dim))
 
 
+def layer_of(block: Block, names: tuple[str, ...], tables: int) -> Callable[..., Tensor]:
+    """A layer as a function of its input, its weights by name, tables of rotations, and of codes
+    and scales of its weights and their transposed ones, if it multiplies in fp8."""
+    products = [
+        module.training_product
+        for module in block.modules()
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+        if isinstance(module.training_product, Fp8Linear)
+    ]
+
+    def layer(x: Tensor, *rest: Tensor) -> Tensor:
+        values = dict(zip(names, rest, strict=False))
+        table = rest[len(names) : len(names) + tables]
+        codes = iter(rest[len(names) + tables :])
+        for product in products:
+            by_input, by_output = (
+                Rounded(next(codes), next(codes), product.block_of_weights) for _ in range(2)
+            )
+            product.rounded = by_input, by_output
+        context = AttentionContext(Rotation(*table) if table else None, CuDNN())
+        y: Tensor = torch.func.functional_call(block, values, (x, context))
+        return y
+
+    return layer
+
+
 def lower_all(lowering: Lowering, blocks: dict[str, Block], sharded: dict[str, Block]) -> None:
     for config, name in ((GPT2, "124M"), (LLAMA, "Llama-like 1B")):
         block = blocks[name]
@@ -375,25 +407,50 @@ def lower_all(lowering: Lowering, blocks: dict[str, Block], sharded: dict[str, B
             )
         weights = {key: empty(*each.shape) for key, each in block.named_parameters()}
 
-        def layer(
-            x: Tensor, *rest: Tensor, block: Block = block, names: Any = tuple(weights)
-        ) -> Any:
-            values = dict(zip(names, rest, strict=False))
-            tables = rest[len(names) :]
-            context = AttentionContext(Rotation(*tables) if tables else None, CuDNN())
-            return torch.func.functional_call(block, values, (x, context))
-
+        layer = layer_of(block, tuple(weights), len(table))
+        lowering.counts_launches = config is LLAMA  # next to its layers in fp8
         lowering.run(f"{name}: layer", layer, empty(*stream), *weights.values(), *table)
+        lowering.counts_launches = False
         lower_segments(lowering, name, config, block, table)
         weights = {key: empty(*each.shape) for key, each in sharded[name].named_parameters()}
         with traced_collectives():
             lowering.run(
                 f"{name}: layer of 2 tensor-parallel ranks",
-                functools.partial(layer, block=sharded[name]),
+                layer_of(sharded[name], tuple(weights), len(table)),
                 empty(*stream),
                 *weights.values(),
                 *table,
             )
+
+
+def lower_fp8_layers(lowering: Lowering, name: str, config: ModelConfig, mesh: Mesh) -> None:
+    """Lower compiled layers whose linear layers multiply in fp8, with weights that are rounded."""
+    block = build_block(config, mesh)
+    linear = [
+        module
+        for module in block.modules()
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    ]
+    weights = {key: empty(*each.shape) for key, each in block.named_parameters()}
+    table = () if block.rule.rope is None else rope_table(S, block.rule.rope, HOST)[:2]
+    for recipe, by_row, side in FP8_RECIPES:
+        rule = Fp8Recipe(E5M2, by_row, mesh.sequence, block=side)
+        for module in linear:
+            module.training_product = Fp8Linear(rule, module.group, module.sharded_dim)
+        rounded: list[Tensor] = []
+        for rows, columns in (module.weight.shape for module in linear):
+            for shape in ((rows, columns), (columns, rows)):
+                scales = (shape[0], 1) if by_row else ()
+                if side is not None:
+                    scales = shape[0] // side, shape[1] // side
+                rounded.append(empty(*shape, dtype=E4M3, grad=False))
+                rounded.append(empty(*scales, dtype=torch.float32, grad=False))
+        inputs = empty(S, B, config.hidden_size), *weights.values(), *table, *rounded
+        layer = layer_of(block, tuple(weights), len(table))
+        lowering.counts_launches = True
+        with inductor.patch(joint_graph_constant_folding=False):
+            lowering.run(f"{name}: layer in fp8 {recipe}", layer, *inputs)
+        lowering.counts_launches = False
 
 
 def lower_rounding(lowering: Lowering) -> None:
@@ -431,7 +488,9 @@ def main() -> None:
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(V.set_fake_mode(mode))
         lowering = Lowering(mode, folder)
+        stack.enter_context(mock.patch.object(rounding, "has_kernel", return_value=True))
         lower_rounding(lowering)
+        lower_fp8_layers(lowering, "Llama-like 1B", LLAMA, single)
         lower_step(lowering)
         lower_all(lowering, blocks, sharded)
     print(json.dumps(lowering.results, indent=1))

@@ -95,6 +95,24 @@ def test_casts_to_fp8_are_three_kernels_in_each_direction(lowered: Kernels) -> N
         assert used["calls of libraries"] == {}, name
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_a_layer_in_fp8_computes_its_casts_with_what_makes_the_numbers(
+    recipe: str, lowered: Kernels
+) -> None:
+    """Claim (precision): compiled for an H100, a layer with four linear layers in fp8, whose
+    weights are rounded, launches fewer kernels more than one in bf16 than three for each linear
+    layer and direction"""
+    launches = {}
+    for kind in ("layer", f"layer in fp8 {recipe}"):
+        both = [lowered[f"Llama-like 1B: {kind}, {way}"] for way in ("forward", "backward")]
+        launches[kind] = sum(used["launches"] for used in both)
+    plain, rounded = launches.values()
+    assert plain < rounded < plain + 4 * 3 * 2
+    for way, products in (("forward", 4), ("backward", 8)):
+        calls = lowered[f"Llama-like 1B: layer in fp8 {recipe}, {way}"]["calls of libraries"]
+        assert sum(number for call, number in calls.items() if "scaled_mm" in call) == products
+
+
 MODELS = ("124M", "Llama-like 1B")
 
 
