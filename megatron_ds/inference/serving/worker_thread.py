@@ -40,6 +40,7 @@ class WorkerThread:
     A thread takes one call after another, so that calls that arrive together do not wait for the
     event loop in between, and then waits a while for more, since most calls take less time than the
     start of a thread.
+
     Nothing interrupts a call. One that takes long, or that is given up because its time is over or
     because its task is cancelled, runs to its end next to later ones, which another thread takes:
     an exception that is raised in a thread from outside could reach code that works for another

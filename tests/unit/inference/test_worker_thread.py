@@ -14,14 +14,22 @@ from megatron_ds.inference.serving import worker_thread
 from megatron_ds.inference.serving.worker_thread import WorkerThread
 from tests.unit.inference.schedulers import DEADLINE, wait_until
 
+EARLIER = set[threading.Thread]()
+"""Threads of servers of other tests, which may wait for calls for a while."""
+
 
 @pytest.fixture(autouse=True)
 def _threads_end_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_thread, "IDLE_S", 0.0)
+    EARLIER.clear()
+    EARLIER.update(threading.enumerate())
 
 
 def threads() -> int:
-    return sum(thread.name == "reader" for thread in threading.enumerate())
+    """Threads that a test has started for calls."""
+    return sum(
+        thread.name == "reader" and thread not in EARLIER for thread in threading.enumerate()
+    )
 
 
 def run(main: Callable[[WorkerThread], Coroutine[Any, Any, None]]) -> None:
