@@ -232,7 +232,7 @@ def inputs(*paths: str, **options: Any) -> dict[str, Any]:
 
 WRONG_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "input-not-unique": [inputs(), inputs(__file__, hf_dataset="x")],
-    "no-input-file-in-folder": [inputs("/dev")],
+    "no-input-file-in-folder": [inputs(str(Path(__file__).parent))],
     "no-input-file": [inputs(path) for path in ("", "no\0where", "no*where")],
     "output-prefix-without-name": [{"output_prefix": p} for p in ("x/", "/")],
     "no-keys": [{"json_keys": ()}],
