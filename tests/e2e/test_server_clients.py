@@ -10,15 +10,13 @@ import socket
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import openai
 import pytest
 
 from tests.e2e.runs import DEADLINE, PROGRAMS, REPOSITORY, Launcher, free_port
 from tests.e2e.servers import Server
-
-if TYPE_CHECKING:  # else imported where it is used, since that takes half a second
-    import openai
 
 GOLDEN = REPOSITORY / "tests" / "golden" / "tokenizers"
 CONVERT = REPOSITORY / "tools" / "convert_checkpoint.py"
@@ -69,15 +67,11 @@ def exported(launcher: Launcher, trained: Path) -> Path:
 
 
 def client_of(server: Server, key: str = "none") -> openai.OpenAI:
-    import openai
-
     url = f"http://127.0.0.1:{server.port}/v1"
     return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=DEADLINE)
 
 
 def check_openai_client(server: Server, name: str) -> None:
-    import openai
-
     client = client_of(server)
     (model,) = client.models.list().data
     assert (model.id, model.object) == (name, "model")
@@ -128,8 +122,6 @@ def check_openai_client(server: Server, name: str) -> None:
 
 
 def check_chat(server: Server, name: str) -> None:
-    import openai
-
     client = client_of(server)
     prompt = "user: The quick\nassistant:"
     (expected,) = client.completions.create(
