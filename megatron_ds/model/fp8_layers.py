@@ -20,7 +20,7 @@ from megatron_ds.model.attention.self_attention import Attention
 from megatron_ds.model.block import Block
 from megatron_ds.model.experts.grouped import Experts
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.kernels.elementwise import TOLERANCE, largest_error
+from megatron_ds.model.kernels.elementwise import compilation_problem
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.parallel.fp8.grouped import Fp8Experts
@@ -86,13 +86,10 @@ def compile_rounding(
             results = compiled(*options), round_both(*options)
             yield from ((one.float(), other.float()) for one, other in zip(*results, strict=True))
 
-    error = largest_error(pairs)
-    if isinstance(error, str):
-        return Problem("compilation-failed", reason=error)
-    if not error <= TOLERANCE:  # also if the error is nan
-        return Problem("compilation-inaccurate", error=error)
-    recipe.round_both = compiled
-    return None
+    problem = compilation_problem(pairs)
+    if problem is None:
+        recipe.round_both = compiled
+    return problem
 
 
 def trace_products(model: GPTModel) -> None:

@@ -83,7 +83,6 @@ class StochasticAdamW(torch.optim.AdamW):
         self._seed = 0
         self._blocks: Mapping[Tensor, Sequence[Block]] = {}
         self._update: Update = update
-        self._chunk: int | None = None
 
     def attach(
         self, seed: int, blocks: Mapping[Tensor, Sequence[Block]], compiled: Update | None = None

@@ -119,12 +119,22 @@ def compile_elementwise(
         shape = config, micro_batch, group, dtype, device
         yield from zip(_results(compiled, *shape), _results(EAGER, *shape), strict=True)
 
+    problem = compilation_problem(pairs)
+    return (compiled, None) if problem is None else (EAGER, problem)
+
+
+def compilation_problem(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Problem | None:
+    """Why a compiled function is not used; None if it computes what it should.
+
+    Args:
+        pairs: Computes what is compared, and what it should be.
+    """
     error = largest_error(pairs)
     if isinstance(error, str):
-        return EAGER, Problem("compilation-failed", reason=error)
+        return Problem("compilation-failed", reason=error)
     if not error <= TOLERANCE:  # also if the error is nan
-        return EAGER, Problem("compilation-inaccurate", error=error)
-    return compiled, None
+        return Problem("compilation-inaccurate", error=error)
+    return None
 
 
 def largest_error(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> float | str:
