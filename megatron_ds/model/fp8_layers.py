@@ -25,7 +25,7 @@ from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.parallel.fp8.grouped import Fp8Experts
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe, RoundedWeights
-from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, round_both
+from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, keep_trials_out_of_graphs, round_both
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 Rounding = tuple[ColumnParallelLinear | RowParallelLinear, Fp8Linear]
@@ -98,6 +98,7 @@ def trace_products(model: GPTModel) -> None:
     The weights are rounded before each layer, so a rank must then have all of them. Experts are in
     no graph.
     """
+    keep_trials_out_of_graphs()
     for block in model.blocks():
         layers = [
             (module, module.training_product)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.parallel.collectives import reduce_from_group_
@@ -89,7 +90,7 @@ class Fp8Experts:
         self.group = group
         self.sharded = sharded
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # kept weights change in no graph
+    @_disable_dynamo  # kept weights change in no graph
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
         """The outputs of rows, complete on each rank; `counts` is that of `Parts`."""
         y: Tensor = _Fp8Groups.apply(x, weight, bias, counts, self)

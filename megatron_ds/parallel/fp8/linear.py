@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from megatron_ds.parallel.collectives import (
     reduce_from_group_,
@@ -129,7 +130,7 @@ class Fp8Linear:
             return y
         return self._multiply_prepared(x, weight, bias, *self.rounded)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # kept weights change in no graph
+    @_disable_dynamo  # kept weights change in no graph
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y: Tensor = _Fp8Product.apply(x, weight, bias, self, self._keeps_codes(weight))
         return y

@@ -271,10 +271,17 @@ def has_kernel(device: torch.device, scaling: Scaling) -> bool:
     return True
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _uses_kernel(device: torch.device, scaling: Scaling) -> bool:
-    """`has_kernel`, which no graph contains."""
+    """`has_kernel`, which no graph contains after `keep_trials_out_of_graphs`."""
     return has_kernel(device, scaling)
+
+
+def keep_trials_out_of_graphs() -> None:
+    """Let graphs contain whether there is a kernel, and not how that is tried.
+
+    Before layers are compiled; as a decorator, it would import the compiler with this module.
+    """
+    torch.compiler.assume_constant_result(_uses_kernel)
 
 
 KERNEL_ERROR = 2**-6

@@ -10,6 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 import torch
+import megatron_ds.training.process
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from megatron_ds.engine.deepspeed.lazy_dynamo import DISABLED, import_dynamo_when_compiling
 
