@@ -13,7 +13,7 @@ import itertools
 import struct
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import normalizers
@@ -39,15 +39,10 @@ def charsmap_normalizers(charsmap: bytes, kept: Iterable[str]) -> list[Any]:
     """
     if not charsmap:
         return []
-    rules = read_rules(charsmap)
     table = normalizers.Precompiled(charsmap)
-    sequences = {key: value for key, value in rules.items() if len(key) > 1}
+    sequences, steps = _steps(charsmap)
     replaced = {text: text for text in kept if table.normalize_str(text) != text}
-    if len(sequences) <= MAX_REPLACED:
-        replaced = sequences | replaced
-        steps = [table]
-    else:
-        steps = _composed(table, {key: rules[key] for key in rules if len(key) == 1})
+    replaced = {**sequences, **replaced}
     longest = sorted(replaced, key=lambda text: (-len(text), text))
     private = {text: chr(PRIVATE + at) for at, text in enumerate(longest)}
     before = [normalizers.Replace(text, private[text]) for text in longest]
@@ -56,6 +51,17 @@ def charsmap_normalizers(charsmap: bytes, kept: Iterable[str]) -> list[Any]:
         *steps,
         *(normalizers.Replace(private[text], replaced[text]) for text in longest),
     ]
+
+
+@functools.lru_cache(maxsize=4)  # the published tables take a second, and most models have one
+def _steps(charsmap: bytes) -> tuple[Mapping[str, str], Sequence[Any]]:
+    """The sequences that are replaced one by one, and normalizers with the remaining rules."""
+    rules = read_rules(charsmap)
+    table = normalizers.Precompiled(charsmap)
+    sequences = {key: value for key, value in rules.items() if len(key) > 1}
+    if len(sequences) <= MAX_REPLACED:
+        return sequences, [table]
+    return {}, _composed(table, {key: rules[key] for key in rules if len(key) == 1})
 
 
 def read_rules(charsmap: bytes) -> dict[str, str]:
