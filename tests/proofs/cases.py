@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -19,3 +20,18 @@ def with_proofs(cases: Iterable[Any], proofs: Collection[Any]) -> list[Any]:
         )
         for case in cases
     ]
+
+
+Cases = list[tuple[Any, ...]]
+
+
+def rotated(*axes: Iterable[Any]) -> tuple[Cases, Cases]:
+    """The combinations of some axes, and those of them that are proofs.
+
+    `make test` has each combination of all axes but the last one, whose values take turns.
+    """
+    values = [list(axis) for axis in axes]
+    cases = list(itertools.product(*values))
+    places = itertools.product(*map(range, map(len, values)))
+    turns = [last == sum(others) % len(values[-1]) for *others, last in places]
+    return cases, [case for case, is_turn in zip(cases, turns, strict=True) if not is_turn]

@@ -30,6 +30,7 @@ from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.export import sentencepiece_model
 from tests.faults import is_killed_at
 from tests.problems import codes, raises_problem
+from tests.proofs.cases import rotated, with_proofs
 from tests.tables import tables
 from tests.unit.conversion.hf_models import MODELS, random_model
 from tests.unit.conversion.models import (
@@ -76,16 +77,15 @@ def content_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, An
     return keys, {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-def test_each_family_is_read_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype"), with_proofs(*rotated(COMPUTED, TYPES)))
+def test_each_family_is_read_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Claim (conversion): a GGUF file in fp32, bf16 or fp16 of each family that llama.cpp has gives
     the same weights, byte by byte, and the same options of the model
     """
     source = computed(name, tmp_path)
-    for dtype in TYPES:
-        expected = source.to(dtype)
-        again = open_gguf(written(expected, tmp_path))
-        assert_same_tensors(again, expected)
+    expected = source.to(dtype)
+    again = open_gguf(written(expected, tmp_path))
+    assert_same_tensors(again, expected)
     assert again.settings.fixed == source.settings.fixed
     assert again.settings.defaults["seq_length"] == source.settings.defaults["seq_length"]
     assert again.settings.defaults["hidden_dropout"] == 0.0

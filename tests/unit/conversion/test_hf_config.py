@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.position_embedding import rope_rates
+from tests.proofs.cases import rotated, with_proofs
 from tests.tables import tables
 from tests.unit.conversion.hf_models import EAGER, MODELS, VOCAB, logits_of, randomize
 from tests.unit.conversion.models import logits
@@ -35,6 +37,8 @@ DEVICE = torch.device("cpu")
 TOKENS = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(4))
 WITHOUT_ROPE = ("gpt2", "bloom", "gptj")
 ROTARY_FOLDER = {"gemma3_text": "gemma3"}
+PARTS = 4
+"""Of the variants; `make test` has one part of each family, and each variant of some families."""
 
 
 def base_values(model_type: str) -> dict[str, Any]:
@@ -142,9 +146,9 @@ def assert_same(config: Any, settings: ModelSettings) -> None:
         assert_rotations(config, settings)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(("model_type", "part"), with_proofs(*rotated(FAMILIES, range(PARTS))))
 def test_odd_configurations_are_read_as_by_transformers_or_refused(
-    tmp_path: Path, model_type: str
+    tmp_path: Path, model_type: str, part: int
 ) -> None:
     """Each change of a valid file that transformers loads: renamed, replaced, moved, unused keys.
 
@@ -153,7 +157,7 @@ def test_odd_configurations_are_read_as_by_transformers_or_refused(
     """
     counts: Counter[str] = Counter()
     errors = []
-    for changes in variants(model_type):
+    for changes in itertools.islice(variants(model_type), part, None, PARTS):
         values = {**base_values(model_type), **copy.deepcopy(changes)}
         (tmp_path / HF_CONFIG).write_text(json.dumps(values))
         config = config_of_transformers(tmp_path)
@@ -170,7 +174,7 @@ def test_odd_configurations_are_read_as_by_transformers_or_refused(
         except (AssertionError, UserError) as error:
             errors.append(f"{changes}: {error}")
     assert not errors, "\n".join(errors)
-    assert counts["read"] >= 12, counts
+    assert counts["read"] >= 2, counts
 
 
 @pytest.mark.proof

@@ -40,6 +40,7 @@ from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.position_embedding import rope_rates
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import raises_problem
+from tests.proofs.cases import with_proofs
 from tests.tables import tables
 from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.conversion.hf_models import (
@@ -61,6 +62,25 @@ from tests.unit.tokenizer.test_tokenizers import END, gpt2_files
 TABLES = tables(__file__)
 
 LLAMA_LIKE = TABLES["llama_like"]
+SIMILAR = (
+    "gpt2-relu2",
+    "llama-linear",
+    "llama-dynamic",
+    "mistral-window",
+    "qwen2-window",
+    "qwen3",
+    "qwen2-yarn",
+    "qwen3-yarn",
+    "smollm3-pattern",
+    "qwen3-moe-layers",
+    "deepseek-v3-yarn",
+    "glm4-moe-biases",
+    "pythia",
+    "bloom-norms",
+    "phi-norms",
+    "falcon-heads",
+)
+"""Further models of families, whose parts other ones have, too, or `test_hf_config.py` compares."""
 
 
 def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
@@ -89,7 +109,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
         assert torch.equal(ours[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", with_proofs(MODELS, SIMILAR))
 def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     """Equal logits to 1e-5 of the largest, equal texts, and the same files after both ways.
 

@@ -46,12 +46,15 @@ REQUESTS: list[tuple[list[int], GenerationConfig]] = [
 
 @pytest.mark.parametrize(
     ("position", "dtype", "on_host"),
-    [
-        ("rope-gqa", torch.float32, True),
-        ("alibi", torch.bfloat16, True),
-        ("rope-gqa", torch.float32, False),
-        ("alibi", torch.float32, False),
-    ],
+    with_proofs(
+        [
+            ("rope-gqa", torch.float32, True),
+            ("alibi", torch.bfloat16, True),
+            ("rope-gqa", torch.float32, False),
+            ("alibi", torch.float32, False),
+        ],
+        [("rope-gqa", torch.float32, True), ("alibi", torch.float32, False)],
+    ),
 )
 def test_a_window_keeps_its_keys_only(
     position: str, dtype: torch.dtype, on_host: bool, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +163,9 @@ MANY_TOKENS = [(kind, 6, 50) for kind in ("rope", "alibi", "learned-gqa")]
 )
 @pytest.mark.parametrize(
     ("kind", "count", "new"),
-    [*with_proofs(MANY_TOKENS, MANY_TOKENS), ("alibi", 3, 25), ("learned-gqa", 3, 25)],
+    with_proofs(
+        [*MANY_TOKENS, ("alibi", 3, 25), ("learned-gqa", 3, 25)], [*MANY_TOKENS, ("alibi", 3, 25)]
+    ),
 )
 def test_half_precision_has_the_texts_of_single_requests(
     kind: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch

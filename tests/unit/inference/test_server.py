@@ -37,6 +37,7 @@ from megatron_ds.inference.serving.scheduler import (
 )
 from megatron_ds.inference.serving.server import ServerOptions, TextServer, listen
 from tests.problems import raises_problem
+from tests.proofs.cases import rotated, with_proofs
 from tests.tables import tables
 
 TABLES = tables(__file__)
@@ -283,8 +284,10 @@ def loop_endlessly() -> None:
         pass
 
 
-@pytest.mark.parametrize("step", [compute_for_hours, loop_endlessly])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("step", "number"),
+    with_proofs(*rotated((compute_for_hours, loop_endlessly), (signal.SIGTERM, signal.SIGINT))),
+)
 def test_a_signal_ends_the_process_whatever_it_computes(
     step: Callable[[], None], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

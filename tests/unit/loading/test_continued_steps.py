@@ -120,11 +120,18 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def of_torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of torchtitan."""
+    folder = tmp_path_factory.mktemp("torchtitan")
+    write_torchtitan(trained(), folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_change_the_steps_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_settings_that_change_the_steps_are_refused_by_name(name: str, of_torchtitan: Path) -> None:
     flags, expected = SETTINGS[name]
-    write_torchtitan(trained(), tmp_path)
-    assert conflicts("torchtitan", tmp_path, CONSTANT | flags) == expected
+    assert conflicts("torchtitan", of_torchtitan, CONSTANT | flags) == expected
 
 
 @pytest.mark.parametrize(("trainer", "applied"), [("torchtitan", 12), ("olmo_core", 8)])

@@ -19,6 +19,7 @@ from megatron_ds.loading.merge import MergeOptions, merge_sources
 from megatron_ds.loading.programs import merge as merge_checkpoints
 from megatron_ds.schedules import DECAY_FACTORS
 from tests.problems import printed_codes
+from tests.proofs.cases import rotated, with_proofs
 from tests.unit.checkpoint.native_writer import random_states, write_checkpoint
 from tests.unit.conftest import Run
 from tests.unit.conversion.models import model, random_source
@@ -54,31 +55,30 @@ def average(paths: Sequence[Path], weights: Sequence[float]) -> dict[str, numpy.
     return result
 
 
-@pytest.mark.parametrize(
-    ("flags", "weights"),
-    [
-        ([], [1, 1, 1, 1]),
-        (["--method", "ema", "--decay", "0.75"], [0.421875, 0.140625, 0.1875, 0.25]),
-        (["--method", "wsm"], [1, 1, 1, 1]),
-        (
-            ["--method", "wsm", "--decay-style", "minus_sqrt"],
-            [0.5, 0.20710678118654757, 0.15891862259789102, 0.1339745962155614],
-        ),
-    ],
-)
-@pytest.mark.parametrize("target", ["native", "hf"])
+METHODS: dict[str, tuple[Sequence[str], Sequence[float]]] = {
+    "mean": ([], (1, 1, 1, 1)),
+    "ema": (["--method", "ema", "--decay", "0.75"], [0.421875, 0.140625, 0.1875, 0.25]),
+    "wsm": (["--method", "wsm"], (1, 1, 1, 1)),
+    "minus_sqrt": (
+        ["--method", "wsm", "--decay-style", "minus_sqrt"],
+        [0.5, 0.20710678118654757, 0.15891862259789102, 0.1339745962155614],
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "target"), with_proofs(*rotated(METHODS, ("native", "hf"))))
 def test_merged_weights_are_the_average_of_numpy(
     checkpoints: list[Path],
     tmp_path: Path,
     run: Run,
+    method: str,
     target: str,
-    flags: Sequence[str],
-    weights: Sequence[float],
 ) -> None:
     """Claim (conversion): the mean, the moving average and the emulated decay of checkpoints of
     different layouts and formats are numpy's averages in fp64, rounded once, the mean to the last
     bit
     """
+    flags, weights = METHODS[method]
     arguments = ("--load", *checkpoints, "--save", tmp_path / "new", "--to", target, *flags)
     assert f"wrote {tmp_path / 'new'}" in run(*arguments).out
     merged = open_source(tmp_path / "new").tensors

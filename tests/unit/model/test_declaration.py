@@ -23,7 +23,7 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import declaration, expert_group, shard_spec
 from tests.dist.parity_cases import MODELS, SHAPE
-from tests.proofs.cases import with_proofs
+from tests.proofs.cases import rotated, with_proofs
 
 PRESETS: dict[str, dict[str, Any]] = {
     **MODELS,
@@ -65,14 +65,13 @@ def weights_of(
     return dict(built.named_parameters())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("moe", MOE)
-@pytest.mark.parametrize(("tp", "ep", "layers", "sequence"), with_proofs(SIZES, SIZES[-2:]))
+@pytest.mark.parametrize(("preset", "moe", "sizes"), with_proofs(*rotated(PRESETS, MOE, SIZES)))
 def test_declared_weights_are_the_parameters(
-    preset: str, moe: str, tp: int, ep: int, layers: tuple[int, ...], sequence: bool
+    preset: str, moe: str, sizes: tuple[int, int, tuple[int, ...], bool]
 ) -> None:
     """Claim (logging): declared weights are the parameters of the modules: names, shapes, shards
     and marks, in every layout"""
+    tp, ep, layers, sequence = sizes
     model = ModelConfig(**{**SHAPE, **PRESETS[preset], "num_layers": sum(layers)})
     group = Group(tuple(range(tp)), tp - 1, None, sequence_parallel=sequence)
     mesh = dataclasses.replace(Mesh.single(), tp=group, ep=Group(tuple(range(ep)), 0, None))

@@ -37,6 +37,7 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.planning.memory_estimate import MemoryEstimate, estimate, planned_memory
 from megatron_ds.planning.memory_inputs import MemoryInputs, OptimizerBytes
+from tests.proofs.cases import rotated, with_proofs
 from tests.tables import tables
 
 TABLES = tables(__file__, tuple)
@@ -67,6 +68,7 @@ COUNTED = [
     *(("attention dropout", documents, "selective") for documents in (False, True)),
 ]
 """Model, whether attention is inside documents, and what is recomputed."""
+DTYPES = (torch.float32, torch.bfloat16)
 LIMITS = TABLES["limits"]
 SINGLE = MemoryInputs(
     zero_stage=0,
@@ -124,12 +126,12 @@ def saved_by_layers(config: Config, dtype: torch.dtype = torch.float32) -> int:
     return saved_bytes(config, dtype) - losses * head
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("model", "documents", "granularity"), COUNTED)
+@pytest.mark.parametrize(("counted", "dtype"), with_proofs(*rotated(COUNTED, DTYPES)))
 def test_activations_equal_what_autograd_saves(
-    model: str, documents: bool, granularity: str | None, dtype: torch.dtype
+    counted: tuple[str, bool, str | None], dtype: torch.dtype
 ) -> None:
     """Claim (logging): the memory estimate counts the activations that autograd saves"""
+    model, documents, granularity = counted
     recompute = RecomputeConfig(recompute_granularity=granularity)
     run = config(recompute, documents=documents, **MODELS[model])
     engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
@@ -140,11 +142,16 @@ def test_activations_equal_what_autograd_saves(
 OF_TODAY = TABLES["of_today"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("parts", [{}, OF_TODAY, {"moe_latent_size": HIDDEN // 2}], ids=str)
-@pytest.mark.parametrize("model", ["plain", "swiglu, RMSNorm"])
 @pytest.mark.parametrize(
-    "recompute", [None, RecomputeConfig(recompute_granularity="full", checkpoint_num_layers=2)]
+    ("model", "parts", "dtype", "recompute"),
+    with_proofs(
+        *rotated(
+            ("plain", "swiglu, RMSNorm"),
+            ({}, OF_TODAY, {"moe_latent_size": HIDDEN // 2}),
+            DTYPES,
+            (None, RecomputeConfig(recompute_granularity="full", checkpoint_num_layers=2)),
+        )
+    ),
 )
 def test_activations_of_experts_equal_what_autograd_saves(
     model: str, parts: dict[str, Any], recompute: RecomputeConfig | None, dtype: torch.dtype

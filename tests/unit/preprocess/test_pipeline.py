@@ -139,6 +139,7 @@ def test_wrong_options_are_reported_together(tmp_path: Path) -> None:
     assert fields(raised.value.problems) == [(name,) for name in names]
 
 
+@pytest.mark.proof
 def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
     files = [str(shared_data / f"gpt2-{name}") for name in ("vocab.json", "merges.txt")]
     reference = build_tokenizer(TokenizerConfig(vocab_file=files[0], merge_file=files[1]))
