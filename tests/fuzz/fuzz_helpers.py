@@ -16,7 +16,7 @@ FUZZ_SETTINGS = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "50")),
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "25")),
 )
 """The same examples on every machine, without time limits; `make proofs` tries more of them."""
 

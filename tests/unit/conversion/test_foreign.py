@@ -191,6 +191,7 @@ def test_by_url_it_is_refused_by_the_same_name(name: str, tmp_path: Path) -> Non
     system.rm(f"/{tmp_path.name}", recursive=True)
 
 
+@pytest.mark.proof
 def test_of_a_server_it_is_refused_by_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

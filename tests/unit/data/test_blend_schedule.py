@@ -18,6 +18,7 @@ from megatron_ds.data.blend.blend_schedule import NEVER, blend_order
 from megatron_ds.data.blend.blended_dataset import BlendOrder
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.sample_index import samples_per_source
+from tests.proofs.cases import rotated, with_proofs
 from tests.tables import tables
 
 TABLES = tables(__file__)
@@ -77,8 +78,7 @@ def test_every_prefix_is_within_one_sample_of_its_share(
     assert (shorter == source[:1500]).all(), "a longer run begins with the shorter one"
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("block", [1, 61, 1024, 5000])
+@pytest.mark.parametrize(("name", "block"), with_proofs(*rotated(WEIGHTS, (1, 61, 1024, 5000))))
 def test_blocks_equal_the_sequential_order(
     monkeypatch: pytest.MonkeyPatch, name: str, block: int
 ) -> None:

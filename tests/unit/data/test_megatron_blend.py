@@ -17,6 +17,7 @@ from megatron_ds.data.blend.blended_dataset import BlendOrder
 from megatron_ds.data.blend.megatron_blend import core_samples_per_source, normalized
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.index_cache import ArrayCache
+from tests.proofs.cases import rotated, with_proofs
 from tests.token_files import write_pair
 from tests.unit.data.test_blend_schedule import WEIGHTS
 from tests.unit.data.test_build_datasets import datasets
@@ -55,8 +56,7 @@ def test_the_order_is_that_of_megatron_core(weights: tuple[float, ...]) -> None:
     assert "".join(map(str, sources(order))) == GOLDEN[weights]
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("block", [61, 1024])
+@pytest.mark.parametrize(("name", "block"), with_proofs(*rotated(WEIGHTS, (61, 1024))))
 def test_parts_equal_the_sequential_order(
     monkeypatch: pytest.MonkeyPatch, name: str, block: int
 ) -> None:

@@ -28,6 +28,7 @@ from megatron_ds.engine.states.flats import Flat, Part
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import mark_sharded, take_shard
 from megatron_ds.parallel.weights import ShardSpec
+from tests.proofs.cases import rotated, with_proofs
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 COUNT = 2**16
@@ -95,8 +96,7 @@ def test_positions_are_taken_as_32_bits() -> None:
     assert [as_int32(value) for value in (5, 2**31, 2**32 + 5, -1)] == [5, -(2**31), 5, -1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(("name", "rank"), with_proofs(*rotated(SHARDED, (0, 1))))
 def test_blocks_are_the_elements_of_the_complete_weight(name: str, rank: int) -> None:
     """Whatever elements of a shard a data-parallel rank has."""
     shape, spec = SHARDED[name]

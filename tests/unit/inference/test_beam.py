@@ -15,6 +15,7 @@ from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
+from tests.proofs.cases import rotated, with_proofs
 from tests.unit.inference.models import KINDS, VOCAB, model_of, result_of
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -89,8 +90,7 @@ def reference(model: GPTModel, prompt: list[int], config: BeamSearchConfig) -> l
     return sorted(ended, key=lambda text: -text.score)[:width]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("penalty", [1.0, 0.3])
+@pytest.mark.parametrize(("kind", "penalty"), with_proofs(*rotated(KINDS, (1.0, 0.3))))
 def test_the_cache_follows_the_beams(kind: str, penalty: float) -> None:
     model = model_of(kind)
     # This token ends some of the beams.

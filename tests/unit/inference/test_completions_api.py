@@ -17,7 +17,7 @@ from megatron_ds.inference.serving.scheduler import Finished
 from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import codes, fields, raises_problem
-from tests.proofs.cases import with_proofs
+from tests.proofs.cases import rotated, with_proofs
 from tests.tables import tables
 from tests.unit.inference.models import EOD, model_of
 from tests.unit.inference.schedulers import ByteTokenizer, Listener, running
@@ -287,9 +287,9 @@ def test_a_response_describes_itself(api: CompletionsApi) -> None:
     assert api.error("no", 500)["error"]["type"] == "server_error"
 
 
-@pytest.mark.parametrize("seed", with_proofs(range(4), (2, 3)))
-@pytest.mark.parametrize("has_stops", [False, True])
-@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize(
+    ("echo", "has_stops", "seed"), with_proofs(*rotated((False, True), (False, True), range(4)))
+)
 def test_events_together_are_the_response(
     api: CompletionsApi, seed: int, has_stops: bool, echo: bool
 ) -> None:

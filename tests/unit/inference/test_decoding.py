@@ -25,7 +25,7 @@ from megatron_ds.model.attention import cores as attention_cores
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel import embedding
 from tests.fake_accelerator import graphs
-from tests.proofs.cases import with_proofs
+from tests.proofs.cases import rotated, with_proofs
 from tests.unit.inference.models import EOD, KINDS, model_of
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=3)
@@ -155,8 +155,9 @@ class Copies(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", [[1500] * 8, list(range(1500, 1508))])
+@pytest.mark.parametrize(
+    ("kind", "lengths"), with_proofs(*rotated(KINDS, ([1500] * 8, list(range(1500, 1508)))))
+)
 def test_a_step_copies_nothing_larger_than_its_activations(
     kind: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

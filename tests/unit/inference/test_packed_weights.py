@@ -7,13 +7,13 @@ import torch
 
 from megatron_ds.inference.generation import packed_weights
 from megatron_ds.inference.generation.packed_weights import PackedProduct, pack_weights
+from tests.proofs.cases import rotated, with_proofs
 from tests.unit.inference.models import KINDS, model_of
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("small", [0, 2**18])
+@pytest.mark.parametrize(("kind", "small"), with_proofs(*rotated(KINDS, (0, 2**18))))
 def test_logits_are_those_of_the_weights(
     kind: str, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.run import complete_settings
 from tests.problems import codes, fields
+from tests.proofs.cases import rotated, with_proofs
 from tests.tables import tables
 from tests.unit.checkpoint.fakes import Managers, run_of, save
 from tests.unit.conversion.models import SMALL, random_source
@@ -148,8 +149,7 @@ def schedule_of(**values: Any) -> ScheduleConfig:
     return ScheduleConfig(**{"micro_batch_size": 1, "global_batch_size": 4, **values})
 
 
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("saved", "run"), with_proofs(*rotated(SAVED, RUNS)))
 def test_the_schedule_is_that_of_the_checkpoint(
     saved: str, run: str, manager: Managers, config: Config, folder: Path
 ) -> None:

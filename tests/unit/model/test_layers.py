@@ -12,6 +12,7 @@ from megatron_ds.model.attention.packed import Keys, PackingOptions
 from megatron_ds.model.declaration.residual import Residual
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.layers import CustomParts
+from tests.proofs.cases import rotated, with_proofs
 from tests.unit.model.dense import build_model, documents_of, gradients
 from tests.unit.model.test_packed_attention import CONFIG, EOD, POSITIONS, TOKENS
 
@@ -24,9 +25,9 @@ def build(*stages: slice, **options: Any) -> GPTModel:
     return build_model(config, packing=PACKING, stages=stages or ALL_LAYERS)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3])
-@pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(
+    ("position", "untied", "cut"), with_proofs(*rotated(POSITIONS, (False, True), (1, 2, 3)))
+)
 def test_two_stages_equal_the_plain_model(position: str, untied: bool, cut: int) -> None:
     options = {"position_embedding_type": position, "untie_embeddings_and_output_weights": untied}
     plain = build(**options)

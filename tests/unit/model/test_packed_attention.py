@@ -39,6 +39,7 @@ from megatron_ds.model.attention.packed import (
 from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
+from tests.proofs.cases import rotated, with_proofs
 from tests.unit.model.dense import (
     TINY,
     build_model,
@@ -114,23 +115,24 @@ def test_documents_and_positions_are_those_of_the_split_rows() -> None:
         assert document_lengths(doc_ids)[row] == [len(doc) for doc in documents]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "recompute", "window"),
-    [
-        (None, None, None),
-        (None, "selective", 3),
-        (FlexKernel(dense_flex), "full", None),
-        (FlexKernel(dense_flex), None, 3),
-        (VarlenKernel(dense_varlen), "selective", None),
-        (VarlenKernel(partial(dense_varlen, window=3)), None, 3),
-    ],
+KERNELS: tuple[tuple[Any, str | None, int | None], ...] = (
+    (None, None, None),
+    (None, "selective", 3),
+    (FlexKernel(dense_flex), "full", None),
+    (FlexKernel(dense_flex), None, 3),
+    (VarlenKernel(dense_varlen), "selective", None),
+    (VarlenKernel(partial(dense_varlen, window=3)), None, 3),
 )
-@pytest.mark.parametrize("position", POSITIONS)
+"""Kernel, what is recomputed, and the window."""
+
+
+@pytest.mark.parametrize(("kernel_case", "position"), with_proofs(*rotated(KERNELS, POSITIONS)))
 def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
-    position: str, kernel: Any, recompute: str | None, window: int | None
+    kernel_case: tuple[Any, str | None, int | None], position: str
 ) -> None:
     """Claim (samples): in packed samples every document has the losses and gradients that it has
     alone (`--reset-position-ids --reset-attention-mask`)"""
+    kernel, recompute, window = kernel_case
     if isinstance(kernel, VarlenKernel) and position == "alibi":
         pytest.skip("variable-length attention has no bias")
     size = None if window is None else f"{window - 1},0"

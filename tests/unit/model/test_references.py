@@ -22,6 +22,7 @@ from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
 from tests.independent.model import loss_of
 from tests.independent.training import further_loss, mean_loss
+from tests.proofs.cases import rotated, with_proofs
 from tests.tables import tables
 from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.models import model_of
@@ -152,8 +153,9 @@ def test_latent_attention_is_that_of_a_dense_forward_pass(options: dict[str, Any
     assert (k.shape[1], k.shape[3], v.shape[1], v.shape[3]) == (1, 10, 1, 4)
 
 
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(
+    ("position", "normalization"), with_proofs(*rotated(POSITIONS, ("LayerNorm", "RMSNorm")))
+)
 def test_logits_equal_those_of_a_dense_forward_pass(position: str, normalization: str) -> None:
     """With every activation; the other options take turns.
 
