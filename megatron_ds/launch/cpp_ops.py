@@ -143,11 +143,12 @@ def _load(op: CppOp) -> None:
 def leave_out_shared_memory_op() -> None:
     """Keeps DeepSpeed from compiling an op at start that only its inference kernels call.
 
-    It joins the processes of a CPU by shared memory; this package communicates by gloo.
+    It joins the processes of a CPU by shared memory; this package communicates by gloo. DeepSpeed
+    reads the answer for no other op, and to have them all it would start compilers in each process.
     """
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})[SHARED_MEMORY_OP] = False
 
 
 def note_builder(op: CppOp) -> None:
