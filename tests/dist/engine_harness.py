@@ -10,7 +10,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,6 @@ from megatron_ds.engine.deepspeed.patches import require_precision
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.norms import NORMS, ZEROS
 from megatron_ds.engine.zero import ZeroEngine
-from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec, unshard
 from megatron_ds.train_state import StepPlan
@@ -293,11 +292,11 @@ def _record_gradients(
             run.gradients.append({})
             return
         scale = getattr(ds_engine.optimizer, "loss_scale", 1.0)
-        own = {
-            name: full_tensor(safe_get_full_grad(p), p, mesh.tp, mesh.ep) / scale
-            for name, p in ds_engine.module.named_parameters()
-        }
-        run.gradients.append(of_all_stages(own, mesh))
+        named = dict(ds_engine.module.named_parameters())
+        with by_one_message():
+            own = {name: safe_get_full_grad(parameter) for name, parameter in named.items()}
+        full = full_tensors(own, named, mesh.tp, mesh.ep)
+        run.gradients.append(of_all_stages({n: grad / scale for n, grad in full.items()}, mesh))
 
     if mesh.pp.size > 1:
         instructions = ds_engine._INSTRUCTION_MAP
@@ -336,30 +335,105 @@ def of_all_stages(own: Tensors, mesh: Mesh) -> Tensors:
 
 def full_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
     """The full tensor of every weight that the model computes with."""
-    weights = {}
-    for name, param in engine._engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            weights[name] = full_tensor(param.detach(), param, mesh.tp, mesh.ep)
-    return of_all_stages(weights, mesh)
+    named = dict(engine._engine.module.named_parameters())
+    shards = _unpartitioned(named) if hasattr(next(iter(named.values())), "ds_id") else named
+    return of_all_stages(full_tensors(shards, named, mesh.tp, mesh.ep), mesh)
 
 
-def full_tensor(
-    value: torch.Tensor, param: nn.Parameter, group: Group, ep_group: Group | None = None
-) -> torch.Tensor:
-    """Joins the shards of a tensor shaped like a parameter; a copy in fp32.
+def _unpartitioned(named: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
+    """The parameters of ZeRO-3 as the model computes with them, gathered by one message."""
+    found: dict[str, torch.Tensor] = {}
+    groups: dict[Any, dict[str, nn.Parameter]] = {}
+    for name, parameter in named.items():
+        if parameter.nvme_swapper is None:
+            groups.setdefault(parameter.ds_process_group, {})[name] = parameter
+            continue
+        with deepspeed.zero.GatheredParameters([parameter]):  # there are few buffers for them
+            found[name] = parameter.detach().clone()
+    for handle, parameters in groups.items():
+        partitions = [each.ds_tensor.detach() for each in parameters.values()]
+        gathered = _gathered(partitions, handle, dist.get_world_size(handle))
+        for (name, parameter), parts in zip(parameters.items(), gathered, strict=True):
+            flat = torch.cat(parts)[: parameter.ds_numel]
+            found[name] = flat.view(parameter.ds_shape)
+    return {name: found[name] for name in named}
+
+
+def _gathered(
+    tensors: Sequence[torch.Tensor], handle: Any, size: int
+) -> Sequence[Sequence[torch.Tensor]]:
+    """Of each tensor that of every rank of a process group, all by one message."""
+    if not tensors or size == 1:
+        return [[tensor] for tensor in tensors]
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    by_rank = [torch.empty_like(flat) for _ in range(size)]
+    dist.all_gather(by_rank, flat, group=handle)
+    split = [each.split([tensor.numel() for tensor in tensors]) for each in by_rank]
+    return [
+        [part.view(tensor.shape) for part in parts]
+        for tensor, *parts in zip(tensors, *split, strict=True)
+    ]
+
+
+@contextmanager
+def by_one_message() -> Iterator[None]:
+    """Within it, DeepSpeed's functions that return full states return tensors that are complete
+    after it: what each of them sums or gathers over a process group is sent together. Collective.
+    """
+    sums: dict[Any, list[torch.Tensor]] = {}
+    gathers: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def sum_later(buffer: torch.Tensor, group: Any) -> None:
+        sums.setdefault(group, []).append(buffer)
+
+    def gather_later(buffer: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+        gathers.setdefault(group, []).append((buffer, part))
+
+    with (
+        mock.patch.object(deepspeed.comm, "all_reduce", sum_later),
+        mock.patch.object(deepspeed.comm, "all_gather_into_tensor", gather_later),
+    ):
+        yield
+    for group, buffers in sums.items():
+        flat = torch.cat(buffers)
+        dist.all_reduce(flat, group=group)
+        for buffer, total in zip(buffers, flat.split([len(e) for e in buffers]), strict=True):
+            buffer.copy_(total)
+    for group, pairs in gathers.items():
+        gathered = _gathered([part for _, part in pairs], group, dist.get_world_size(group))
+        for (buffer, _), parts in zip(pairs, gathered, strict=True):
+            buffer.copy_(torch.cat(parts))
+
+
+def full_tensors(
+    shards: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    group: Group,
+    ep_group: Group | None = None,
+) -> Tensors:
+    """Joins the shards of tensors shaped like parameters; copies in fp32.
 
     Args:
-        value: The shard.
-        param: The parameter.
+        shards: The shards by name.
+        parameters: The parameters by name.
         group: Tensor-parallel group.
         ep_group: Expert-parallel group, over which experts are joined.
     """
-    spec = shard_spec(param)
-    full = value
-    if ep_group is not None and expert_group(param) is not None:
-        full = torch.cat(list(all_gather(full, ep_group)))
-    full = full if spec is None else unshard(list(all_gather(full, group)), spec)
-    return full.float().clone()
+    full = {name: shard.detach().float() for name, shard in shards.items()}
+    if ep_group is not None:
+        experts = [name for name in full if expert_group(parameters[name]) is not None]
+        by_rank = _gathered([full[name] for name in experts], ep_group.handle, ep_group.size)
+        full |= {name: torch.cat(parts) for name, parts in zip(experts, by_rank, strict=True)}
+    specs = {name: spec for name in full if (spec := shard_spec(parameters[name])) is not None}
+    by_rank = _gathered([full[name] for name in specs], group.handle, group.size)
+    for (name, spec), parts in zip(specs.items(), by_rank, strict=True):
+        full[name] = unshard(parts, spec)
+    return {name: tensor.clone() for name, tensor in full.items()}
+
+
+def full_tensor(value: torch.Tensor, param: nn.Parameter, group: Group) -> torch.Tensor:
+    """As `full_tensors`, of one tensor."""
+    return full_tensors({"": value}, {"": param}, group)[""]
 
 
 def _mean(loss: SupportsFloat, mesh: Mesh) -> float:

@@ -37,10 +37,8 @@ from tests.problems import codes
 from tests.proofs.cases import with_proofs
 from tests.tables import UniqueNames
 
-STEPS = 3
-"""Steps of a run in `make test`; proofs have `layouts.STEPS`."""
-RANDOM_STEPS = 2
-"""Steps of a run that is drawn."""
+STEPS = 2
+"""Steps of a run in `make test`, and of one that is drawn; proofs have `layouts.STEPS`."""
 COUNT = 30
 """Layouts that are drawn and run."""
 SEED = 7
@@ -88,7 +86,7 @@ def with_steps(name: str, run: RunLayout, steps: int) -> Stepped:
 @functools.cache
 def random_runs() -> list[Stepped]:
     drawn = layouts.random_runs(SEED, COUNT, accepted=True)
-    return [with_steps(name_of(run), run, RANDOM_STEPS) for run in drawn]
+    return [with_steps(name_of(run), run, STEPS) for run in drawn]
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,14 @@ from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.inference.load_checkpoint import load_model
 from tests.dist import proofs
 from tests.dist.compare import differing_names, worst_difference
-from tests.dist.engine_harness import Meshes, batches_of, full_tensor, full_weights, of_all_stages
+from tests.dist.engine_harness import (
+    Meshes,
+    batches_of,
+    by_one_message,
+    full_tensors,
+    full_weights,
+    of_all_stages,
+)
 from tests.dist.nonfinite_harness import RATES, Training
 from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO, swap_small_tensors
 from tests.dist.parity_cases import SHAPE, Case, config_of
@@ -267,15 +274,15 @@ class Continued(Training):
         if "round_robin_gradients" in self.layout.zero:
             return {"weights": without_padding(found["weights"])}  # DeepSpeed reads other elements
         own: dict[str, Tensors] = {}
-        for name, parameter in self.ds.module.named_parameters():
-            for kind in ("master", *self.kinds_of(name, parameter)):
-                full = full_tensor(
-                    self.read(parameter, kind), parameter, self.mesh.tp, self.mesh.ep
-                )
-                own.setdefault(kind, {})[name] = full
+        named = dict(self.ds.module.named_parameters())
+        with by_one_message():
+            for name, parameter in named.items():
+                for kind in ("master", *self.kinds_of(name, parameter)):
+                    own.setdefault(kind, {})[name] = self.read(parameter, kind)
         assert has_states == bool(found.get("states"))
         for kind in sorted(own):
-            found[kind] = of_all_stages(own[kind], self.mesh)
+            full = full_tensors(own[kind], named, self.mesh.tp, self.mesh.ep)
+            found[kind] = of_all_stages(full, self.mesh)
         return {kind: without_padding(tensors) for kind, tensors in found.items()}
 
     def layer_states(self) -> Tensors:
@@ -410,8 +417,8 @@ def wrong_weights(training: Continued, folder: Path, meshes: Meshes) -> Iterator
         tp = meshes[size].tp
         device = torch.device("cpu")
         model = load_model(source_of(found), meshes[size], device, precision="fp32")
-        loaded = {n: full_tensor(p.detach(), p, tp) for n, p in model.named_parameters()}
-        loaded |= dict(model.named_buffers())
+        parameters = dict(model.named_parameters())
+        loaded = full_tensors(parameters, parameters, tp) | dict(model.named_buffers())
         expected = {name: tensor.float() for name, tensor in saved.items()}
         wrong = differing_names(without_padding(loaded), expected)
         yield from (f"{name} on {size} ranks" for name in wrong)
