@@ -47,7 +47,7 @@ COMMON = {
     "vocab_size": EOD + 1,
     "micro_batch_size": 2,
     "global_batch_size": 8,
-    "train_iters": 6,
+    "train_iters": 4,
     "lr": 3e-3,
     "weight_decay": 0.1,
     "hidden_dropout": 0.0,

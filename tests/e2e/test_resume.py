@@ -20,8 +20,8 @@ from tests.tables import tables
 TABLES = tables(__file__, tuple)
 
 # Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
-# after 20 samples. The kill is in iteration 6, at the second micro-step of two ranks or the third
-# of one; the resumed run repeats iteration 5.
+# after 20 samples. The kill is in iteration 6, at the second micro-step of two data-parallel ranks,
+# the third of one, or the second of 4 samples; the resumed run repeats iteration 5.
 SAVED = 4
 KILL_POSITION = 32
 SCHEDULE: Settings = TABLES["schedule"]
@@ -50,7 +50,7 @@ FP8 = {"fp8_format": "hybrid", "fp8_recipe": "rowwise", "fp8_min_features": 1}
 BLOCKS = {"fp8_recipe": "blockwise", "fp8_block_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
-    "zero0-tp2-packed": (2, {"stage": 0}, {**TP2, **PACKED}),
+    "zero0-tp2-packed": (2, {"stage": 0}, {**TP2, **PACKED, "micro_batch_size": 4}),
     "zero1-pp2-fp8-guard": (2, {"stage": 1}, {**PP2, "bf16": True, **FP8, **GUARD}),
     "zero3-dp2-bf16-muon": (2, zero3(), {"bf16": True, "optimizer": "muon"}),
 }
@@ -142,7 +142,7 @@ def test_token_schedules_resume_bit_for_bit(
     """Claim (schedules): with a learning rate by tokens, a killed and resumed run equals an
     uninterrupted one bit for bit"""
     settings = {**base, **BY_TOKENS, "zero_stage": 2}
-    found = steps(run_both(launcher, settings, tmp_path, 2, kill_position=28))
+    found = steps(run_both(launcher, settings, tmp_path, 1, kill_position=28))
     for key, expected in (
         ("curriculum_seqlen", [8, 16, 16, 24, 24, 32, 32, 32, 32]),
         ("global_batch_size", [4, 4, 4, 4, 8, 8, 8, 8, 12]),
@@ -191,7 +191,7 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
     """
     full = tmp_path / "full"
     parts = tmp_path / "parts"
-    settings = {**base, **SCHEDULE, "attention_dropout": 0.0}
+    settings = {**base, **SCHEDULE, "attention_dropout": 0.0, "micro_batch_size": 4}
     launcher.start({**settings, "save": full}).succeed()
     layouts = (
         {**TP2, "zero_stage": 3, "load": full, "ckpt_step": SAVED},
@@ -240,7 +240,8 @@ def test_ranks_of_a_sequence_exchange_in_another_way_on_a_resume(
         "hidden_dropout": 0.0,
         "position_embedding_type": "rope",
     }
-    settings |= {"global_batch_size": 4, "train_iters": 7, "zero_stage": 2, "save_interval": 1}
+    settings |= {"global_batch_size": 4, "micro_batch_size": 4, "train_iters": 7}
+    settings |= {"zero_stage": 2, "save_interval": 1}
     settings |= {"skip_train_iteration_range": "3-3"}
     launcher.start({**settings, "ds_sequence_parallel_size": 2, "save": full}, ranks=2).succeed()
     exchanges = (

@@ -6,6 +6,7 @@ this package that is installed there.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_ds.launch.exit_codes import ExitCode
@@ -23,6 +25,7 @@ from megatron_ds.version import VERSION
 from tests.e2e.runs import SCHEDULE, Settings, losses, to_flags
 from tests.fork_server import DEADLINE, REPOSITORY, clean_environment
 from tests.proofs.cases import with_proofs
+from tests.token_files import write_pair
 
 BUILT_FROM = ("megatron_ds", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 MODEL: Settings = {
@@ -39,11 +42,15 @@ MODEL: Settings = {
     "num_workers": 0,
 }
 
-LOAD = """
+USE = """
 import megatron_ds
+from megatron_ds.__main__ import main
 assert "site-packages" in megatron_ds.__file__
 print(megatron_ds.load('{save}').generate("1 2 3", max_new_tokens=4, greedy=True))
+for words in {commands}:
+    assert not main(words), words
 """
+"""Uses a run, with one import of torch for all programs."""
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -145,21 +152,28 @@ def test_an_installed_package_plans_trains_on_two_ranks_generates_and_exports(
     """Claim (command-line): an installed wheel plans, trains on several ranks by --num-gpus,
     generates, evaluates, exports and verifies
     """
-    planned = run("plan", "--preset", "gpt2-124m", "--world-size", 8, "--hardware", "h100")
-    assert "layouts that fit" in planned.stdout
     save = tmp_path / "run"
     training = {**MODEL, **SCHEDULE, "save": save, "record_every": 2}
     log = run("train", "--num-gpus", 2, *to_flags(training)).stdout
     assert "data parallel 2" in log
     assert len(losses(save)) == SCHEDULE["train_iters"]
-    options = ["--load", save, "--prompt", "1 2 3", "--out-seq-length", 4, "--greedy"]
-    texts = run("generate", "--num-gpus", 2, *options).stdout
-    loaded = run("-c", LOAD.format(save=save), program="python").stdout
-    assert f"Generated: {loaded.splitlines()[-1]}\n" in texts
-    run("convert", "--load", save, "--save", tmp_path / "exported", "--to", "hf")
+
+    tokens = write_pair(tmp_path / "tokens", [np.arange(100)] * 4)
+    commands: dict[str, list[object]] = {
+        "plan": ["--preset", "gpt2-124m", "--world-size", 8, "--hardware", "h100"],
+        "generate": ["--load", save, "--prompt", "1 2 3", "--out-seq-length", 4, "--greedy"],
+        "evaluate": ["--load", save, "--valid-data", tokens, "--output", tmp_path / "loss.json"],
+        "convert": ["--load", save, "--save", tmp_path / "exported", "--to", "hf"],
+        "verify-run": [save, "--steps", "2-2"],
+    }
+    words = [[name, *map(str, options)] for name, options in commands.items()]
+    output = run("-c", USE.format(save=save, commands=words), program="python").stdout
+    loaded, _, programs = output.partition("\n")
+    assert "layouts that fit" in programs
+    assert f"Generated: {loaded}\n" in programs
+    assert json.loads((tmp_path / "loss.json").read_text())["loss"] > 0
     assert (tmp_path / "exported" / "model.safetensors").is_file()
-    checked = run("verify-run", save, "--steps", "2-2")
-    assert "step 2 is equal" in checked.stdout
+    assert "step 2 is equal" in programs
 
 
 @pytest.mark.parametrize("tries", with_proofs([False, True], [True]))
