@@ -74,13 +74,13 @@ SPIKE_PROOFS = [
 COPIES = [
     Layout("fp32", 0, 2),
     Layout("fp32", 1, 2, True, experts=2),
-    Layout("bf16", 1, 2),
     Layout("fp32", 2, 2, offload=True),
     Layout("bf16", 3, 2),
     Layout("fp32", 1, 1, pp=2),
     Layout("bf16", 2, 1, ep=2),
 ]
 COPY_PROOFS = [
+    Layout("bf16", 1, 2),
     Layout("fp32", 2, 2),
     Layout("fp32", 3, 2, True, experts=2),
     Layout("fp32", 1, 1),

@@ -45,11 +45,11 @@ SMOKE = CASES[:4]
 PROOFS = (
     ROWS[4],
     *ROWS[7:9],
+    ROWS[10],
     ROWS[13],
-    ROWS[17],
-    ROWS[19],
+    *ROWS[17:20],
     ROWS[21],
-    *(row for row in ROWS if row.model == "mup" and (row.world == 4 or row.optimizer == "grouped")),
+    *(row for row in ROWS if row.model == "mup" and row.optimizer in ("adamw", "grouped")),
     *(case for case in OF_MATRICES if case.world == 2),
 )
 ZERO3 = [case for case in CASES if case.stage == 3]

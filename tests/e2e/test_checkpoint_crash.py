@@ -62,7 +62,10 @@ IN_BACKGROUND = ("between-engine-files", "before-manifest", "between-pointers")
         *with_proofs(
             [(stage, False) for stage in OTHERS], [(stage, False) for stage in OTHERS[:-1]]
         ),
-        *with_proofs([(stage, True) for stage in IN_BACKGROUND], [(IN_BACKGROUND[-1], True)]),
+        *with_proofs(
+            [(stage, True) for stage in IN_BACKGROUND],
+            [(stage, True) for stage in IN_BACKGROUND[1:]],
+        ),
     ],
 )
 def test_a_crash_during_a_save_loses_at_most_that_save(

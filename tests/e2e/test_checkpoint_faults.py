@@ -91,8 +91,9 @@ CASES = {
     **{f"asynchronous: {name}": case for name, case in ASYNC.items()},
 }
 PROOFS = {name for name in CASES if "ZeRO 3" in name} | {
+    "full on the second rank",
     "full on all ranks",
-    "asynchronous: full",
+    "asynchronous: full, exit",
     "asynchronous: failing",
     "asynchronous: failing, exit",
 }

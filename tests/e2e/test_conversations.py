@@ -18,7 +18,7 @@ LAYOUTS: dict[str, Settings] = {
     "cp2": {"context_parallel_size": 2, "zero_stage": 2},
     "dp2": {"zero_stage": 3, "micro_batch_size": 1},
 }
-PROOFS = ("tp2", "dp2")
+PROOFS = ("tp2", "dp2", "pp2")
 COUNTS = (1, 4, 2, 9)
 """Words of the answers: micro-batches and ranks have different numbers of tokens with loss."""
 

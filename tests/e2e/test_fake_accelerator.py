@@ -196,7 +196,7 @@ def on_cpu(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPath
     return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_proofs(LAYOUTS, ["zero1-ep2-experts"]))
 def test_a_run_equals_that_on_the_cpu(
     name: str, launcher: Launcher, base: Settings, on_cpu: OnCpu, tmp_path: Path
 ) -> None:

@@ -61,7 +61,10 @@ def resumed(crashed: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "lost",
-    [None, pytest.param(0, marks=pytest.mark.proof), pytest.param(1, marks=pytest.mark.smoke)],
+    [
+        *(pytest.param(each, marks=pytest.mark.proof) for each in (None, 0)),
+        pytest.param(1, marks=pytest.mark.smoke),
+    ],
 )
 def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
     lost: int | None,

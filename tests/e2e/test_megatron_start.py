@@ -32,7 +32,7 @@ def run_of(folder: Path, case: str) -> Settings:
     [
         ({"tensor_model_parallel_size": 2, "zero_stage": 1}, 2),
         ({"pipeline_model_parallel_size": 2, "zero_stage": 1}, 2),
-        ({"zero_stage": 3}, 2),
+        pytest.param({"zero_stage": 3}, 2, marks=pytest.mark.proof),
     ],
 )
 def test_a_continued_run_has_the_losses_that_megatron_prints(

@@ -19,7 +19,7 @@ SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 4}
     "name",
     [
         pytest.param("zero2_offload.json", marks=pytest.mark.proof),
-        "zero3_hpz.json",
+        pytest.param("zero3_hpz.json", marks=pytest.mark.proof),
         "zero3_offload.json",
         pytest.param("zero3_nvme.json", marks=[pytest.mark.libaio, pytest.mark.proof]),
     ],
