@@ -26,7 +26,7 @@ from tests.unit.inference.schedulers import DEADLINE, wait_until
 from tests.unit.inference.test_server import Client, Job, finished
 
 BUSY_S = 0.02
-LEAVING_S = 3.0
+LEAVING_S = 1.5
 """Duration of the clients that leave."""
 REQUEST = b"PUT /api HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
 

@@ -162,10 +162,15 @@ def test_bad_conversations_are_named_by_file_and_line(name: str, tmp_path: Path,
     printed = run(*given, "--fail-on-bad-document", status=1)
     assert printed_codes(printed.err)[-1] == "rejected-document"
     assert f"{lines}:2: " in printed.err
-    run(*given)
+
+
+def test_bad_conversations_are_listed_and_left_out(tmp_path: Path, run: Run) -> None:
+    lines = chats.write_lines(tmp_path / "in.jsonl", [CONVERSATIONS[0], *BAD.values()])
+    run(*flags(tmp_path, chats.CHATML, "--input", lines))
     assert len(read(tmp_path / f"out_{NAME}")) == 1
-    rejected = json.loads((tmp_path / "out.quarantine").read_text())
-    assert (rejected["file"], rejected["line"]) == (str(lines), 2)
+    rejected = map(json.loads, (tmp_path / "out.quarantine").read_text().splitlines())
+    places = [(each["file"], each["line"]) for each in rejected]
+    assert places == [(str(lines), line) for line in range(2, 2 + len(BAD))]
 
 
 def test_conversations_need_an_answer_that_the_template_accepts(tmp_path: Path, run: Run) -> None:
