@@ -41,6 +41,8 @@ FORMATS = {"e4m3": (E4M3, 4, 7, 448.0), "e5m2": (E5M2, 5, 15, 57344.0)}
 """Type, bits of the exponent, its bias, largest number."""
 ALONE = Mesh.single().tp
 RECIPES = ["tensorwise", "rowwise", "blockwise"]
+COMPILED = [("aot_eager", "tensorwise"), *(("inductor", recipe) for recipe in RECIPES)]
+"""Backends of torch.compile, of which inductor calls a C++ compiler for seconds, and recipes."""
 BLOCK = 8
 SHAPE = ModelConfig(
     num_layers=4,
@@ -472,9 +474,12 @@ def test_a_model_without_large_layers_is_refused(fewest: int, expected: list[str
     assert codes(fp8_problems(Config(model=SHAPE))) == []
 
 
-@pytest.mark.parametrize("recipe", with_proofs(RECIPES, RECIPES[1:]))
-def test_compiled_casts_round_the_same_numbers(recipe: str) -> None:
+@pytest.mark.parametrize(("backend", "recipe"), with_proofs(COMPILED, COMPILED[1:]))
+def test_compiled_casts_round_the_same_numbers(
+    backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Claim (precision): casts to fp8 that a device compiles round as eager ones"""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     # Of the trial's size, for which the casts are compiled already.
     x = draw(512, 512, dtype=torch.bfloat16)
     weight = draw(512, 512, seed=1, dtype=torch.bfloat16)
