@@ -466,8 +466,8 @@ def lower_rounding(lowering: Lowering) -> None:
 
 def lower_step(lowering: Lowering) -> None:
     """Lower the optimizer's step of weights that are rounded stochastically."""
-    for name, shape in (("one row", (1, 2**22)), ("rows of a shard", (4096, 1024))):
-        tensors = [empty(*shape, grad=False) for _ in range(4)]
+    for name, shape in (("one row", (1, 2**21)), ("rows of a shard", (4096, 512))):
+        tensors = [empty(*shape, dtype=torch.int32, grad=False) for _ in range(4)]  # pairs of bf16
         location = empty(3, dtype=torch.int32, grad=False)
         settings = empty(8, dtype=torch.float32, grad=False)
         with inductor.patch(joint_graph_constant_folding=False):

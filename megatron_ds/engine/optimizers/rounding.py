@@ -48,7 +48,8 @@ class Block:
     def view(self, flat: Tensor) -> Tensor:
         """The elements of the flat tensor, [rows, columns]."""
         offset = flat.storage_offset() + self.position
-        return flat.as_strided((self.rows, self.columns), (self.step, 1), offset)
+        step = self.columns if self.rows == 1 else self.step
+        return flat.as_strided((self.rows, self.columns), (step, 1), offset)
 
     def split(self, elements: int) -> Iterator[Block]:
         """Parts with at most so many elements, or with a part of one row."""
@@ -146,6 +147,36 @@ def random_bits(key: Tensor, positions: Tensor) -> Tensor:
     return bits ^ ((bits >> 16) & LOW_HALF)
 
 
+def is_paired(values: Tensor) -> bool:
+    """Whether torch can view a block of bf16, [rows, columns], as pairs in int32."""
+    return all(
+        size % 2 == 0 for size in (values.storage_offset(), *values.shape[1:], values.stride(0))
+    )
+
+
+def halves(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second bf16 of pairs in int32, as fp32."""
+    return (pairs << 16).view(torch.float32), (pairs & HIGH_HALF).view(torch.float32)
+
+
+def joined(first: Tensor, second: Tensor) -> Tensor:
+    """Pairs in int32 of what the functions below return for their first and second bf16."""
+    return ((first >> 16) & LOW_HALF) | (second & HIGH_HALF)
+
+
+def round_to_nearest(values: Tensor) -> Tensor:
+    """Round values to the nearest bf16, ties to even.
+
+    Args:
+        values: fp32.
+
+    Returns:
+        int32 whose high half is a bf16. The low half has no meaning.
+    """
+    bits = values.view(torch.int32)
+    return bits + (((bits >> 16) & 1) + 0x7FFF)
+
+
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     """Round values to one of the two neighbours that bf16 has, at random, so that the mean is kept.
 
@@ -157,6 +188,6 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
         bits: Uniform numbers below 2^16, int32.
 
     Returns:
-        Values that bf16 has, fp32.
+        int32 whose high half is a bf16. The low half has no meaning.
     """
-    return ((values.view(torch.int32) + bits) & HIGH_HALF).view(torch.float32)
+    return values.view(torch.int32) + bits

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ds.config.devices import is_host
@@ -16,9 +17,13 @@ from megatron_ds.engine.optimizers.rounding import (
     LOW_HALF,
     Block,
     as_int32,
+    halves,
+    is_paired,
+    joined,
     key_of,
     random_bits,
     round_stochastically,
+    round_to_nearest,
 )
 from megatron_ds.model.kernels.elementwise import TOLERANCE, largest_error
 
@@ -37,32 +42,63 @@ def update(
 ) -> None:
     """Step a block of weights, in fp32.
 
-    The weight is rounded by the low half, the second moment by the high half of the random bits:
-    both change by less than bf16 resolves. The first moment is rounded to the nearest value.
+    The tensors are bf16 viewed as int32, two numbers in each: loops over numbers of one size are
+    those that torch.compile vectorizes on a CPU, conversions and views of bits included.
 
     Args:
-        weights: bf16, [rows, columns].
-        gradient: Of the same shape.
-        exp_avg: First moment, bf16.
-        exp_avg_sq: Second moment, bf16.
+        weights: Pairs of bf16, int32 [rows, columns / 2].
+        gradient: Of the same shape and type.
+        exp_avg: First moment, likewise.
+        exp_avg_sq: Second moment, likewise.
         location: Key of the random bits, position of the first element in the complete weight, and
             elements of it from one row to the next, int32 [3].
         settings: beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr weight_decay, lr / (1 - beta1^t),
             1 / sqrt(1 - beta2^t), eps, fp32 [8].
     """
-    beta1, rest1, beta2, rest2, decay, rate, correction, eps = settings.unbind()
     key, position, step = location.unbind()
-    slope = gradient.float()
-    average = exp_avg.float() * beta1 + slope * rest1
-    square = exp_avg_sq.float() * beta2 + slope * slope * rest2
-    values = weights.float() * decay - average / (square.sqrt() * correction + eps) * rate
-    rows, columns = (
+    rows, pairs = (
         torch.arange(size, dtype=torch.int32, device=weights.device) for size in weights.shape
     )
-    bits = random_bits(key, (rows * step).unsqueeze(1) + (columns + position))
-    exp_avg.copy_(average)
-    exp_avg_sq.copy_(round_stochastically(square, (bits >> 16) & LOW_HALF))
-    weights.copy_(round_stochastically(values, bits & LOW_HALF))
+    positions = (rows * step).unsqueeze(1) + (pairs * 2 + position)
+    halves_of_all = [halves(tensor) for tensor in (weights, gradient, exp_avg, exp_avg_sq)]
+    rounded = [
+        _update_half(
+            [both[half] for both in halves_of_all], random_bits(key, positions + half), settings
+        )
+        for half in range(2)
+    ]
+    for tensor, first, second in zip(
+        (weights, exp_avg, exp_avg_sq), rounded[0], rounded[1], strict=True
+    ):
+        tensor.copy_(joined(first, second))
+
+
+def _update_half(
+    tensors: Sequence[Tensor], bits: Tensor, settings: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Step the first or the second elements of pairs.
+
+    The weight is rounded by the low half, the second moment by the high half of the random bits:
+    both change by less than bf16 resolves. The first moment is rounded to the nearest value.
+
+    Args:
+        tensors: Weights, gradient and moments, fp32.
+        bits: Random bits, int32.
+        settings: Of `update`.
+
+    Returns:
+        Rounded weights and moments.
+    """
+    weights, gradient, exp_avg, exp_avg_sq = tensors
+    beta1, rest1, beta2, rest2, decay, rate, correction, eps = settings.unbind()
+    average = exp_avg * beta1 + gradient * rest1
+    square = exp_avg_sq * beta2 + gradient * gradient * rest2
+    values = weights * decay - average / (square.sqrt() * correction + eps) * rate
+    return (
+        round_stochastically(values, bits & LOW_HALF),
+        round_to_nearest(average),
+        round_stochastically(square, (bits >> 16) & LOW_HALF),
+    )
 
 
 class StochasticAdamW(torch.optim.AdamW):
@@ -95,12 +131,17 @@ class StochasticAdamW(torch.optim.AdamW):
             compiled: `update`, compiled, which needs no temporary memory. None: it is not.
         """
         on_host = all(is_host(tensor.device.type) for tensor in blocks)
-        size = None if compiled else HOST_CHUNK if on_host else CHUNK
+        size = HOST_CHUNK if on_host else CHUNK
         self._seed = seed
         self._update = compiled or update
+
+        def parts(block: Block, tensor: Tensor) -> Iterable[Block]:
+            # Without pairs, the elements are copied.
+            return (block,) if compiled and is_paired(block.view(tensor)) else block.split(size)
+
         self._blocks = {
-            tensor: [part for block in parts for part in (block.split(size) if size else (block,))]
-            for tensor, parts in blocks.items()
+            tensor: [part for block in whole for part in parts(block, tensor)]
+            for tensor, whole in blocks.items()
         }
 
     @torch.no_grad()
@@ -133,8 +174,18 @@ class StochasticAdamW(torch.optim.AdamW):
         tensors = (master, master.grad, state["exp_avg"], state["exp_avg_sq"])
         flat = [tensor.detach() for tensor in tensors]
         for block, location in zip(blocks, locations.unbind(), strict=True):
-            weights, gradient, average, square = (block.view(tensor) for tensor in flat)
-            self._update(weights, gradient, average, square, location, settings)
+            self._step_block([block.view(tensor) for tensor in flat], location, settings)
+
+    def _step_block(self, tensors: Sequence[Tensor], location: Tensor, settings: Tensor) -> None:
+        """Step a block, a copy of it where its elements are no pairs."""
+        in_place = all(map(is_paired, tensors))
+        columns = tensors[0].shape[1]
+        padded = tensors if in_place else [F.pad(one, (0, columns % 2)) for one in tensors]
+        weights, gradient, average, square = (one.view(torch.int32) for one in padded)
+        self._update(weights, gradient, average, square, location, settings)
+        if not in_place:
+            for tensor, copied in zip(tensors, padded, strict=True):
+                tensor.copy_(copied[:, :columns])
 
 
 def _settings(group: Mapping[str, Any], step: int) -> Tensor:
@@ -166,12 +217,12 @@ def compile_update(device: torch.device) -> tuple[Update | None, Problem | None]
         group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
         settings = _settings(group, 5).to(device)
         location = torch.tensor((1, 2, 3), dtype=torch.int32, device=device)
-        for size in ((1, 4099), (33, 70)):
+        for size in ((1, 4098), (33, 70)):
             tensors = [torch.randn(size, generator=generator, device=device) for _ in range(4)]
             tensors[3].square_()
             results = [[tensor.bfloat16() for tensor in tensors] for _ in range(2)]
             for function, values in zip((compiled, update), results, strict=True):
-                weights, gradient, average, square = values
+                weights, gradient, average, square = (one.view(torch.int32) for one in values)
                 function(weights, gradient, average, square, location, settings)
             yield from ((one.float(), other.float()) for one, other in zip(*results, strict=True))
 

@@ -16,12 +16,17 @@ from megatron_ds.engine.deepspeed.partitions import ParameterPlace
 from megatron_ds.engine.optimizers import stochasticadamw
 from megatron_ds.engine.optimizers.param_groups import keep_settings_on_load
 from megatron_ds.engine.optimizers.rounding import (
+    HIGH_HALF,
     Block,
     as_int32,
     blocks_of,
+    halves,
+    is_paired,
+    joined,
     key_of,
     random_bits,
     round_stochastically,
+    round_to_nearest,
 )
 from megatron_ds.engine.optimizers.stochasticadamw import StochasticAdamW, compile_update
 from megatron_ds.engine.states.flats import Flat, Part
@@ -53,6 +58,11 @@ def bits_of(step: int = 1, name: str = "weight", count: int = COUNT) -> Tensor:
     return random_bits(torch.tensor(key_of(7, step, name), dtype=torch.int32), positions(count))
 
 
+def floats(rounded: Tensor) -> Tensor:
+    """The numbers in the high halves."""
+    return (rounded & HIGH_HALF).view(torch.float32)
+
+
 def group_of(rank: int, size: int) -> Group:
     return Group(tuple(range(size)), rank, None)
 
@@ -62,8 +72,7 @@ def test_the_mean_of_rounded_values_is_the_value(value: float) -> None:
     """Claim (precision): stochastic rounding to bf16 keeps the mean: a value is rounded to one of
     its two neighbours, and to the nearer one as often as it is near"""
     exact = torch.full((COUNT,), value)
-    rounded = round_stochastically(exact, bits_of() & 0xFFFF)
-    assert torch.equal(rounded.bfloat16().float(), rounded)
+    rounded = floats(round_stochastically(exact, bits_of() & 0xFFFF))
     low, high = sorted(set(rounded.tolist()))
     assert low < float(exact[0]) < high
     part = (float(exact[0]) - low) / (high - low)
@@ -74,10 +83,35 @@ def test_the_mean_of_rounded_values_is_the_value(value: float) -> None:
 def test_what_bf16_has_stays() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, 2.0**-133])
     for bits in (0, 1, 0xFFFF):
-        rounded = round_stochastically(exact, torch.full(exact.shape, bits, dtype=torch.int32))
-        assert torch.equal(rounded.view(torch.int32), exact.view(torch.int32))
-    nan = round_stochastically(torch.tensor([math.nan]), torch.tensor([0xFFFF], dtype=torch.int32))
-    assert nan.isnan().all()
+        drawn_bits = torch.full(exact.shape, bits, dtype=torch.int32)
+        for rounded in (round_stochastically(exact, drawn_bits), round_to_nearest(exact)):
+            assert torch.equal(floats(rounded).view(torch.int32), exact.view(torch.int32))
+    nan = torch.tensor([math.nan, -math.nan])
+    assert floats(round_stochastically(nan, torch.tensor([0xFFFF] * 2).int())).isnan().all()
+    assert floats(round_to_nearest(nan)).isnan().all()
+
+
+def test_nearest_values_are_those_of_torch() -> None:
+    """Of all upper halves, and lower halves next to ties."""
+    high = torch.arange(-(2**15), 2**15, dtype=torch.int32).unsqueeze(1) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    values = (high + low).view(torch.float32)
+    values = values[~values.isnan().any(1)]
+    expected = values.bfloat16().float()
+    assert torch.equal(floats(round_to_nearest(values)), expected)
+
+
+@pytest.mark.parametrize("columns", [6, 7])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_pairs_are_two_numbers(columns: int, offset: int) -> None:
+    values = drawn((columns + offset,), 1)[offset:].unsqueeze(0)
+    assert is_paired(values) == (columns == 6 and offset == 0)
+    if is_paired(values):
+        pairs = values.view(torch.int32)
+        first, second = halves(pairs)
+        assert torch.equal(torch.stack([first, second], 2).flatten(1), values.float())
+        again = joined(first.view(torch.int32) + 0x1234, second.view(torch.int32) + 0x5678)
+        assert torch.equal(again, pairs)
 
 
 def test_random_bits_are_uniform_and_independent() -> None:
@@ -222,12 +256,14 @@ def test_a_resume_continues_bit_for_bit() -> None:
 
 
 @pytest.mark.proof
-def test_the_compiled_step_is_the_eager_one_bit_for_bit() -> None:
+@pytest.mark.parametrize("count", [10_006, 10_007])
+def test_the_compiled_step_is_the_eager_one_bit_for_bit(count: int) -> None:
+    """Of pairs, and of numbers that are no pairs, which are copied."""
     step, problem = compile_update(torch.device("cpu"))
     assert problem is None
-    start = drawn((10_007,), 1)
-    gradients = [drawn((10_007,), seed) for seed in (2, 3)]
-    expected = trained(optimizer_of(nn.Parameter(start.clone()), whole(10_007)), gradients)
-    compiled = optimizer_of(nn.Parameter(start.clone()), whole(10_007))
-    compiled.attach(3, {compiled.param_groups[0]["params"][0]: whole(10_007)}, step)
+    start = drawn((count,), 1)
+    gradients = [drawn((count,), seed) for seed in (2, 3)]
+    expected = trained(optimizer_of(nn.Parameter(start.clone()), whole(count)), gradients)
+    compiled = optimizer_of(nn.Parameter(start.clone()), whole(count))
+    compiled.attach(3, {compiled.param_groups[0]["params"][0]: whole(count)}, step)
     assert all(map(torch.equal, trained(compiled, gradients), expected))
