@@ -108,7 +108,12 @@ def fp8_products(trial: Trial) -> Iterator[Problem]:
     if trial.config.runtime.no_compile or not get_accelerator().is_triton_supported():
         return
     if recipe is not None:  # None on a pipeline stage whose layers are in bf16
-        failure = compile_rounding(recipe, trial.device, lengths_vary=trial.run.lengths_vary)
+        failure = compile_rounding(
+            recipe,
+            trial.device,
+            lengths_vary=trial.run.lengths_vary,
+            has_experts=trial.config.moe.is_used,
+        )
         yield from () if failure is None else (failure,)
 
 

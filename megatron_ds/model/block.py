@@ -35,6 +35,10 @@ OVERLAP: dict[str, Any] = {
 TORCH_RANDOM: dict[str, Any] = {"fallback_random": True}
 """Option of torch's compiler: dropout draws the masks of eager layers, by a kernel of torch. On a
 CPU the compiler's own numbers take several times as long as that kernel."""
+COMBINED: dict[str, Any] = {"combo_kernels": True}
+"""Option of torch's compiler: kernels that do not depend on each other are launched as one. Casts
+to fp8 of activations and of gradients do not, and those that are summed over tokens take several
+kernels each."""
 
 
 class Block(nn.Module):
@@ -140,6 +144,8 @@ class Block(nn.Module):
             options |= OVERLAP
         if is_host(next(self.parameters()).device.type):
             options |= TORCH_RANDOM
+        elif any(getattr(module, "training_product", None) for module in self.modules()):
+            options |= COMBINED
 
         def compiled(function: Segment) -> Segment:
             graph: Segment = torch.compile(function, dynamic=dynamic, options=options)

@@ -25,7 +25,14 @@ from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.parallel.fp8.grouped import Fp8Experts
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe, RoundedWeights
-from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, keep_trials_out_of_graphs, round_both
+from megatron_ds.parallel.fp8.rounding import (
+    E4M3,
+    E5M2,
+    keep_trials_out_of_graphs,
+    round_both,
+    round_stack_both,
+    round_weight,
+)
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 Rounding = tuple[ColumnParallelLinear | RowParallelLinear, Fp8Linear]
@@ -64,31 +71,48 @@ def rounded_weights(model: nn.Module) -> RoundedWeights | None:
 
 
 def compile_rounding(
-    recipe: Fp8Recipe, device: torch.device, *, lengths_vary: bool
+    recipe: Fp8Recipe, device: torch.device, *, lengths_vary: bool, has_experts: bool
 ) -> Problem | None:
-    """Compile the casts of activations and gradients if they then round as eager ones.
+    """Compile the casts if they then round as eager ones.
+
+    Those of activations and gradients of linear layers, and those of weights that are kept.
 
     Args:
         recipe: The recipe of a model, which is changed.
         device: Device of the activations.
         lengths_vary: Compile for all numbers of tokens, not for each one.
+        has_experts: Whether to compile the casts of the experts' weights, too.
 
     Returns:
         Why the casts stay eager.
     """
-    compiled = torch.compile(round_both, dynamic=None if lengths_vary else False)
+    both = torch.compile(round_both, dynamic=None if lengths_vary else False)
+    weight = torch.compile(round_weight, dynamic=False)
+    stack = torch.compile(round_stack_both, dynamic=False)
+
+    def results() -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(512, 512, generator=generator, device=device).pow(3).bfloat16()
+        for dtype in dict.fromkeys((E4M3, recipe.gradients)):
+            options = x, dtype, recipe.by_row, recipe.block
+            yield both(*options), round_both(*options)
+        of_weight = x, recipe.by_row, recipe.block
+        yield weight(*of_weight), round_weight(*of_weight)
+        if has_experts:
+            of_stack = x.view(4, 128, 512), recipe.by_row
+            yield stack(*of_stack), round_stack_both(*of_stack)
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(512, 512, generator=generator, device=device) ** 3
-        for dtype in dict.fromkeys((E4M3, recipe.gradients)):
-            options = x.bfloat16(), dtype, recipe.by_row, recipe.block
-            results = compiled(*options), round_both(*options)
-            yield from ((one.float(), other.float()) for one, other in zip(*results, strict=True))
+        for compiled, eager in results():
+            yield from (
+                (one.float(), other.float()) for one, other in zip(compiled, eager, strict=True)
+            )
 
     problem = compilation_problem(pairs)
     if problem is None:
-        recipe.round_both = compiled
+        recipe.round_both = both
+        recipe.round_weight = weight
+        recipe.round_stack = stack
     return problem
 
 

@@ -53,14 +53,21 @@ from triton.backends.compiler import GPUTarget
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.engine.optimizers.stochasticadamw import update
-from megatron_ds.model.block import Block
+from megatron_ds.model.block import COMBINED, Block
 from megatron_ds.model.kernels.elementwise import activate, add_dropout
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.position_embedding import AttentionContext, Rotation, rope_table, rotate
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.fp8 import rounding
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
-from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, Rounded, round_both
+from megatron_ds.parallel.fp8.rounding import (
+    E4M3,
+    E5M2,
+    Rounded,
+    round_both,
+    round_stack_both,
+    round_weight,
+)
 from megatron_ds.parallel.fused_linear_cross_entropy import chunk_rows, fusible_softmax_, multiply
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Mesh
@@ -448,20 +455,29 @@ def lower_fp8_layers(lowering: Lowering, name: str, config: ModelConfig, mesh: M
         inputs = empty(S, B, config.hidden_size), *weights.values(), *table, *rounded
         layer = layer_of(block, tuple(weights), len(table))
         lowering.counts_launches = True
-        with inductor.patch(joint_graph_constant_folding=False):
+        with inductor.patch(joint_graph_constant_folding=False, **COMBINED):
             lowering.run(f"{name}: layer in fp8 {recipe}", layer, *inputs)
         lowering.counts_launches = False
 
 
 def lower_rounding(lowering: Lowering) -> None:
-    """Lower what a linear layer in fp8 computes besides its products, in each direction."""
+    """Lower the casts of linear layers in fp8 and of experts that are functions of their own."""
+    size = LLAMA.hidden_size
+
+    def run(name: str, function: Callable[..., Any], numbers: Tensor, **options: Any) -> None:
+        # Folding computes the constant on the device.
+        with inductor.patch(joint_graph_constant_folding=False):
+            lowering.run(f"fp8 {name}", functools.partial(function, **options), numbers)
+
     for name, by_row, block in FP8_RECIPES:
-        for kind, dtype in (("activations", E4M3), ("gradients", E5M2)):
-            numbers = empty(S * B, LLAMA.hidden_size, grad=False)
-            function = functools.partial(round_both, dtype=dtype, by_row=by_row, block=block)
-            # Folding computes the constant on the device.
-            with inductor.patch(joint_graph_constant_folding=False):
-                lowering.run(f"fp8 {name}: {kind}", function, numbers)
+        options = {"by_row": by_row, "block": block}
+        numbers = empty(S * B, size, grad=False)
+        run(f"{name}: activations", round_both, numbers, dtype=E4M3, **options)
+        run(f"{name}: gradients", round_both, numbers, dtype=E5M2, **options)
+        run(f"{name}: weights", round_weight, empty(size, size, grad=False), **options)
+        if block is None:
+            stack = empty(8, size, size, grad=False)
+            run(f"{name}: weights of experts", round_stack_both, stack, by_row=by_row)
 
 
 def lower_step(lowering: Lowering) -> None:

@@ -87,11 +87,11 @@ def test_a_layer_calls_attention_and_products_of_libraries(lowered: Kernels) -> 
 
 def test_casts_to_fp8_are_three_kernels_in_each_direction(lowered: Kernels) -> None:
     """Claim (precision): compiled for an H100, a linear layer in fp8 has three kernels more in each
-    direction than one in bf16, besides the cast of its weight once in a step"""
+    direction than one in bf16, and at most four for the cast of its weight once in a step"""
     casts = {name: used for name, used in lowered.items() if name.startswith("fp8")}
-    assert len(casts) == 6
+    assert len(casts) == 11
     for name, used in casts.items():
-        assert used["kernels"] <= 3, name
+        assert used["kernels"] <= (4 if "weights" in name else 3), name
         assert used["calls of libraries"] == {}, name
 
 
@@ -100,14 +100,14 @@ def test_a_layer_in_fp8_computes_its_casts_with_what_makes_the_numbers(
     recipe: str, lowered: Kernels
 ) -> None:
     """Claim (precision): compiled for an H100, a layer with four linear layers in fp8, whose
-    weights are rounded, launches fewer kernels more than one in bf16 than three for each linear
-    layer and direction"""
-    launches = {}
-    for kind in ("layer", f"layer in fp8 {recipe}"):
-        both = [lowered[f"Llama-like 1B: {kind}, {way}"] for way in ("forward", "backward")]
-        launches[kind] = sum(used["launches"] for used in both)
-    plain, rounded = launches.values()
-    assert plain < rounded < plain + 4 * 3 * 2
+    weights are rounded, launches at most three kernels more than one in bf16 for each linear layer
+    in each direction"""
+    for way in ("forward", "backward"):
+        plain, rounded = (
+            lowered[f"Llama-like 1B: {kind}, {way}"]["launches"]
+            for kind in ("layer", f"layer in fp8 {recipe}")
+        )
+        assert plain < rounded <= plain + 4 * 3
     for way, products in (("forward", 4), ("backward", 8)):
         calls = lowered[f"Llama-like 1B: layer in fp8 {recipe}, {way}"]["calls of libraries"]
         assert sum(number for call, number in calls.items() if "scaled_mm" in call) == products

@@ -35,7 +35,9 @@ from megatron_ds.parallel.fp8.rounding import (
     Rounded,
     largest_of_ranks,
     round_matrix,
+    round_stack,
     scale_of,
+    transposed_stack,
 )
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.row_groups import group_of_rows, group_sizes
@@ -100,19 +102,24 @@ class Fp8Experts:
         """W [e, O, I] rounded along its dimension `dim`, the last one of the result."""
         recipe = self.recipe
 
+        if recipe.weights.is_keeping and self.group.size == 1:
+            by_input, by_output = recipe.weights.take_pair(self, lambda: self._round_both(weight))
+            return by_input if dim == 2 else by_output
+
         def compute() -> Rounded:
             if dim == 1 and not recipe.by_row:
-                by_input = self.round_weight(weight, 2)
-                scale = by_input.scale[:, :1].expand(-1, weight.shape[2], 1)
-                return Rounded(by_input.codes.mT.contiguous(), scale)
-            rows = weight if dim == 2 else weight.mT
+                rounded = self.round_weight(weight, 2)
+                return Rounded(*transposed_stack(rounded.codes, rounded.scale))
             is_shared = not recipe.by_row or dim == self.sharded
-            amax = rows.abs().amax(2 if recipe.by_row else (1, 2), keepdim=True).float()
-            scale = scale_of(largest_of_ranks(amax, (self.group,) if is_shared else ()), E4M3)
-            codes = (rows.float() / scale).to(E4M3).contiguous()
-            return Rounded(codes, scale.expand(-1, rows.shape[1], 1))
+            groups = (self.group,) if is_shared else ()
+            return Rounded(*round_stack(weight, dim, by_row=recipe.by_row, groups=groups))
 
         return recipe.weights.take(self, dim, compute)
+
+    def _round_both(self, weight: Tensor) -> tuple[Rounded, Rounded]:
+        recipe = self.recipe
+        codes, scale, columns, column_scale = recipe.round_stack(weight.detach(), recipe.by_row)
+        return Rounded(codes, scale), Rounded(columns, column_scale)
 
     def round_rows(
         self, rows: Tensor, dtype: torch.dtype, parts: Parts, *, is_sharded: bool

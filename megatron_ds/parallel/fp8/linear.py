@@ -33,10 +33,14 @@ from megatron_ds.parallel.fp8.rounding import (
     Block,
     RoundBoth,
     Rounded,
+    RoundStack,
+    RoundWeight,
     multiply,
     round_blocks,
     round_both,
     round_matrix,
+    round_stack_both,
+    round_weight,
 )
 from megatron_ds.parallel.mesh import Group
 
@@ -46,6 +50,7 @@ class RoundedWeights:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Rounded] | None = None
+        self._kept_pairs: dict[int, tuple[Rounded, Rounded]] = {}
         self.prepared: set[Fp8Linear] = set()
         """Layers that hold rounded weights for their graphs."""
 
@@ -61,6 +66,7 @@ class RoundedWeights:
             yield
         finally:
             self._kept = None
+            self._kept_pairs.clear()
             for layer in self.prepared:
                 layer.rounded = None
             self.prepared.clear()
@@ -73,6 +79,15 @@ class RoundedWeights:
         if key not in self._kept:
             self._kept[key] = compute()
         return self._kept[key]
+
+    def take_pair(
+        self, owner: object, compute: Callable[[], tuple[Rounded, Rounded]]
+    ) -> tuple[Rounded, Rounded]:
+        """The rounded weight of a layer and the transposed one, which are kept."""
+        assert self.is_keeping
+        if id(owner) not in self._kept_pairs:
+            self._kept_pairs[id(owner)] = compute()
+        return self._kept_pairs[id(owner)]
 
 
 @dataclass
@@ -92,6 +107,9 @@ class Fp8Recipe:
 
     round_both: RoundBoth = round_both
     """Rounds what is alone on its rank; a compiled function on a device."""
+    round_weight: RoundWeight = round_weight
+    round_stack: RoundStack = round_stack_both
+    """Round weights that are kept for a step likewise, once for all of its products."""
 
 
 class Fp8Linear:
@@ -165,6 +183,10 @@ class Fp8Linear:
     def round_weight(self, weight: Tensor, dim: int) -> Rounded:
         """W, or W^T, rounded along a dimension of W."""
         recipe = self.recipe
+        shares = recipe.block is None and self.group.size > 1
+        if recipe.weights.is_keeping and not shares:
+            by_input, by_output = recipe.weights.take_pair(self, lambda: self._round_both(weight))
+            return by_input if dim == 1 else by_output
 
         def compute() -> Rounded:
             if dim == 0 and not recipe.by_row:
@@ -176,6 +198,14 @@ class Fp8Linear:
             return round_matrix(weight, dim, E4M3, by_row=recipe.by_row, groups=groups)
 
         return recipe.weights.take(self, dim, compute)
+
+    def _round_both(self, weight: Tensor) -> tuple[Rounded, Rounded]:
+        recipe = self.recipe
+        codes, scale, columns, column_scale = recipe.round_weight(
+            weight.detach(), recipe.by_row, recipe.block
+        )
+        block = self.block_of_weights
+        return Rounded(codes, scale, block), Rounded(columns, column_scale, block)
 
     def round_rows(self, rows: Tensor, dtype: torch.dtype, *, is_sharded: bool) -> Rounded:
         """Activations or gradients [tokens, features], rounded along the features.

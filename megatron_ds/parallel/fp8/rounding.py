@@ -130,7 +130,68 @@ def round_both(
     return one.codes, one.scale, other.codes, other.scale
 
 
-RoundBoth = Callable[[Tensor, torch.dtype, bool, int | None], tuple[Tensor, Tensor, Tensor, Tensor]]
+def round_weight(
+    weight: Tensor, by_row: bool, block: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round a weight along both dimensions, of ranges that one rank has.
+
+    Args:
+        weight: [outputs, inputs].
+        by_row: As for `round_matrix`.
+        block: Side of the blocks that have scales. None: no blocks have.
+
+    Returns:
+        Codes and scale of the weight, then of the transposed weight.
+    """
+    if block is None:
+        return round_both(weight, E4M3, by_row, None)
+    one = round_blocks(weight, E4M3, (block, block))
+    other = one.transposed()
+    return one.codes, one.scale, other.codes, other.scale
+
+
+def round_stack(
+    weights: Tensor, dim: int, *, by_row: bool, groups: Iterable[Group]
+) -> tuple[Tensor, Tensor]:
+    """Round stacked weights [e, O, I] as `round_matrix` each, with scales for all rows.
+
+    Args:
+        weights: The weights.
+        dim: Dimension of the stack along which products are summed; the last one of the result.
+        by_row: As for `round_matrix`.
+        groups: Groups whose ranks have parts of the ranges.
+
+    Returns:
+        Codes and scales, [e, rows, 1].
+    """
+    rows = weights if dim == 2 else weights.mT
+    amax = rows.abs().amax(2 if by_row else (1, 2), keepdim=True).float()
+    scale = scale_of(largest_of_ranks(amax, groups), E4M3)
+    codes = (rows.float() / scale).to(E4M3).contiguous()
+    return codes, scale.expand(-1, rows.shape[1], 1)
+
+
+def round_stack_both(weights: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round stacked weights along both dimensions, of ranges that one rank has.
+
+    Returns:
+        Codes and scales of the weights, then of the transposed weights.
+    """
+    codes, scale = round_stack(weights, 2, by_row=by_row, groups=())
+    if by_row:
+        return codes, scale, *round_stack(weights, 1, by_row=True, groups=())
+    return codes, scale, *transposed_stack(codes, scale)
+
+
+def transposed_stack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The transposed matrices of a stack of which each has one scale."""
+    return codes.mT.contiguous(), scale[:, :1].expand(-1, codes.shape[2], 1)
+
+
+CodesAndScales = tuple[Tensor, Tensor, Tensor, Tensor]
+RoundBoth = Callable[[Tensor, torch.dtype, bool, int | None], CodesAndScales]
+RoundWeight = Callable[[Tensor, bool, int | None], CodesAndScales]
+RoundStack = Callable[[Tensor, bool], CodesAndScales]
 
 
 def power_of_two_above(x: Tensor) -> Tensor:

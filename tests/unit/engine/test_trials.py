@@ -394,8 +394,8 @@ def test_casts_to_fp8_are_compiled_where_there_is_a_kernel(
     monkeypatch.setattr(trials, "recipe_of", lambda model: "recipe" if model == "model" else None)
     tried: list[tuple[Any, ...]] = []
 
-    def compile_rounding(*arguments: Any, lengths_vary: bool) -> Problem:
-        tried.append((*arguments, lengths_vary))
+    def compile_rounding(*arguments: Any, lengths_vary: bool, has_experts: bool) -> Problem:
+        tried.append((*arguments, lengths_vary, has_experts))
         return REASON
 
     monkeypatch.setattr(trials, "compile_rounding", compile_rounding)
@@ -404,7 +404,7 @@ def test_casts_to_fp8_are_compiled_where_there_is_a_kernel(
         trial = Trial(run, cast(Any, model), Mesh.single(), ELSEWHERE)
         is_tried = triton and not no_compile and model == "model"
         assert codes(trials.fp8_products(trial)) == codes([REASON]) * is_tried
-    assert tried == [("recipe", ELSEWHERE, False)] * (triton and not no_compile)
+    assert tried == [("recipe", ELSEWHERE, False, False)] * (triton and not no_compile)
 
 
 def test_problems_are_reported_in_the_order_of_the_checks(

@@ -27,7 +27,7 @@ from megatron_ds.model.fp8_layers import (
     trace_products,
 )
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.parallel.fp8 import linear, rounding
+from megatron_ds.parallel.fp8 import rounding
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
 from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, multiply, multiply_by_kernel, round_matrix
 from megatron_ds.parallel.linear import ColumnParallelLinear
@@ -361,17 +361,12 @@ def test_gradients_scaled_by_powers_of_two_are_rounded_alike() -> None:
 def test_weights_are_rounded_once_in_a_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[Any] = []
 
-    def count(x: Tensor, dim: int, *args: Any, **options: Any) -> rounding.Rounded:
+    def count(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         rounded.append(x)
-        return round_matrix(x, dim, *args, **options)
+        return rounding.round_weight(x, *args)
 
-    def count_blocks(x: Tensor, *args: Any) -> rounding.Rounded:
-        rounded.append(x)
-        return rounding.round_blocks(x, *args)
-
-    monkeypatch.setattr(linear, "round_matrix", count)
-    monkeypatch.setattr(linear, "round_blocks", count_blocks)
     rule = recipe_of(recipe)
+    monkeypatch.setattr(rule, "round_weight", count)
     layer = Fp8Linear(rule, ALONE, 0)
     weight = torch.nn.Parameter(draw(16, 16))
     x = draw(4, 16).requires_grad_()
@@ -382,8 +377,7 @@ def test_weights_are_rounded_once_in_a_step(recipe: str, monkeypatch: pytest.Mon
                 outputs.append(layer(x, weight, None))
                 outputs[-1].sum().backward()
         weight.data *= 3.0  # by no operation that a version counts
-    directions = 2 if recipe == "rowwise" else 1
-    assert sum(value.shape == weight.shape for value in rounded) == 2 * directions
+    assert len(rounded) == 2
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], outputs[3])
 
@@ -487,30 +481,42 @@ def test_compiled_casts_round_the_same_numbers(
     for is_compiled in (False, True):
         rule = recipe_of(recipe)
         if is_compiled:
-            assert compile_rounding(rule, torch.device("cpu"), lengths_vary=False) is None
+            cpu = torch.device("cpu")
+            problem = compile_rounding(rule, cpu, lengths_vary=False, has_experts=False)
+            assert problem is None
             assert rule.round_both is not rounding.round_both
+            assert rule.round_weight is not rounding.round_weight
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = Fp8Linear(rule, ALONE, 0)(*leaves, None)
-        y.square().sum().backward()
+        with rule.weights.kept():
+            y = Fp8Linear(rule, ALONE, 0)(*leaves, None)
+            y.square().sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves)])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["round_both", "round_weight"])
+@pytest.mark.parametrize("code", ["compilation-inaccurate", "compilation-failed"])
 def test_casts_that_a_compiler_rounds_otherwise_stay_eager(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compiled(x: Tensor, *options: Any) -> tuple[Tensor, ...]:
-        codes, scale, *others = rounding.round_both(x, *options)
+    eager = getattr(rounding, name)
+
+    def inaccurate(*arguments: Any) -> tuple[Tensor, ...]:
+        codes, scale, *others = eager(*arguments)
         return codes, scale * 1.1, *others
 
-    for result, code in ((compiled, "compilation-inaccurate"), (None, "compilation-failed")):
-        monkeypatch.setattr(torch, "compile", lambda function, result=result, **_: result)
-        rule = recipe_of("rowwise")
-        problem = compile_rounding(rule, torch.device("cpu"), lengths_vary=False)
-        assert problem is not None
-        assert problem.code == code
-        assert rule.round_both is rounding.round_both
+    def compile_one(function: Any, **_: Any) -> Any:
+        result = inaccurate if code == "compilation-inaccurate" else None
+        return result if function is eager else function
+
+    monkeypatch.setattr(torch, "compile", compile_one)
+    rule = recipe_of("rowwise")
+    problem = compile_rounding(rule, torch.device("cpu"), lengths_vary=False, has_experts=False)
+    assert problem is not None
+    assert problem.code == code
+    assert rule.round_both is rounding.round_both
+    assert rule.round_weight is rounding.round_weight
 
 
 @pytest.mark.parametrize("recipe", with_proofs(RECIPES, RECIPES[1:]))
@@ -542,6 +548,26 @@ def test_layers_with_their_casts_in_one_graph_compute_the_same(recipe: str) -> N
         for one, other in zip(results[step], results[step + 2], strict=True):
             assert torch.equal(one, other)
     assert not torch.equal(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_kernels_of_casts_are_combined_on_a_device(
+    device: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {} if recipe is None else {"fp8_format": "hybrid", "fp8_recipe": recipe}
+    (block, *_) = model_of(**options).to(device).blocks()
+    requested: list[dict[str, Any]] = []
+
+    def compile_one(function: Any, *, options: dict[str, Any], **_: Any) -> Any:
+        requested.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_one)
+    block.compile_parts(is_core_traceable=True, dynamic=False)
+    assert requested
+    is_combined = recipe is not None and device != "cpu"
+    assert all(one.get("combo_kernels", False) == is_combined for one in requested)
 
 
 def test_a_layer_without_prepared_weights_is_in_no_graph() -> None:

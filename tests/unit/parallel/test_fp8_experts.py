@@ -7,18 +7,21 @@ with one scale and with scales of rows
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_ds.config import MoEConfig, PrecisionConfig
-from megatron_ds.model.fp8_layers import compute_in_fp8
+from megatron_ds.model.fp8_layers import compile_rounding, compute_in_fp8
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.fp8.grouped import Fp8Experts, has_grouped_kernel
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
-from megatron_ds.parallel.fp8.rounding import E4M3, E5M2
+from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, round_stack_both
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from tests.proofs.cases import with_proofs
 from tests.unit.parallel.test_fp8 import ALONE, SHAPE, draw
 
 COUNTS = [[[5], [0], [9], [2]], [[5, 3], [0, 0], [9, 1], [0, 2]]]
@@ -92,6 +95,32 @@ def test_rows_without_an_expert_are_in_no_range(by_row: bool) -> None:
         results.append((y[:6], x.grad[:6], leaf.grad))
     # Products with another number of rows may be summed in another order.
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("is_compiled", with_proofs([False, True], [True]))
+def test_experts_compute_with_weights_that_are_kept_as_with_others(
+    by_row: bool, is_compiled: bool
+) -> None:
+    """Whose casts a device compiles."""
+    recipe = Fp8Recipe(E5M2, by_row, ALONE)
+    if is_compiled:
+        cpu = torch.device("cpu")
+        assert compile_rounding(recipe, cpu, lengths_vary=False, has_experts=True) is None
+        assert recipe.round_stack is not round_stack_both
+    layer = Fp8Experts(recipe, ALONE, 1)
+    results = []
+    for is_kept in (False, True):
+        x = draw(16, 24, dtype=torch.bfloat16).requires_grad_()
+        weight = draw(2, 20, 24, dtype=torch.bfloat16).requires_grad_()
+        with recipe.weights.kept() if is_kept else nullcontext():
+            y = layer(x, weight, None, torch.tensor([7, 9]))
+            y.square().sum().backward()
+        results.append([y, x.grad, weight.grad])
+    for one, other in zip(results[0], results[1], strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
 
 
 def test_cpus_have_no_kernel_for_groups() -> None:
