@@ -8,8 +8,8 @@ gguf, `cp` of its file followed by fsync, --to gguf in q8_0, --to hf, and llama.
 that folder, without fsync. The inputs are dropped from memory before. llama.cpp's converter is not
 part of this repository; it runs with `--converter-python`, and is given the name of the tokenizer's
 regular expression, because it refuses vocabularies that it does not know. Without --converter its
-rows are left out. Peak memory is that of the process without mapped files. Needs 12 GB of disk;
---small takes seconds.
+rows are left out; with --gguf-only all but the first two are. Peak memory is that of the process
+without mapped files. Needs 12 GB of disk; --small takes seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--converter", type=Path, help="convert_hf_to_gguf.py of llama.cpp")
     parser.add_argument(
+        "--gguf-only", action="store_true", help="--to gguf and cp alone, some seconds a round"
+    )
+    parser.add_argument(
         "--converter-python", default=sys.executable, help="interpreter of --converter"
     )
     parser.add_argument("--folder", type=Path, help="folder of the disk to measure")
@@ -100,7 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         converter = [options.converter_python, "-c", NAMED, str(options.converter.resolve())]
     shape = SMALL if options.small else MODEL
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        result = measure(shape, Path(folder), options.rounds, converter)
+        jobs = (TO_GGUF, COPY) if options.gguf_only else tuple(OUTPUTS)
+        result = measure(shape, Path(folder), options.rounds, converter, jobs)
     print(f"{machine.cpu}, {machine.cores} cores, load {machine.load}", report(result), sep="\n")
     if options.output is not None:
         packages = versions(["torch", "gguf", "safetensors", "transformers"])
@@ -108,7 +112,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(shape: Shape, folder: Path, rounds: int, converter: Sequence[str]) -> dict[str, Any]:
+def measure(
+    shape: Shape,
+    folder: Path,
+    rounds: int,
+    converter: Sequence[str],
+    jobs: Collection[str] = tuple(OUTPUTS),
+) -> dict[str, Any]:
     """Runs all rounds.
 
     Args:
@@ -116,6 +126,7 @@ def measure(shape: Shape, folder: Path, rounds: int, converter: Sequence[str]) -
         folder: Folder for all files.
         rounds: Number of rounds.
         converter: Command of llama.cpp's converter; empty: it is left out.
+        jobs: Names of the jobs of a round.
 
     Returns:
         Sizes, seconds, CPU seconds and peak memory of each job by round, and ratios.
@@ -128,6 +139,8 @@ def measure(shape: Shape, folder: Path, rounds: int, converter: Sequence[str]) -
     sizes = {"weights": _size(weights)}
     for _ in range(rounds):
         for name, command, output in _jobs(folder, weights, converter):
+            if name not in jobs:
+                continue
             _remove(output)
             took, cpu, peak = run(command, output if name == COPY else None)
             seconds.setdefault(name, []).append(took)
@@ -139,7 +152,7 @@ def measure(shape: Shape, folder: Path, rounds: int, converter: Sequence[str]) -
             _drop(weights)
         for name in (TO_Q8, COPY, CONVERTER):
             _remove(folder / OUTPUTS[name])
-    if converter:
+    if {TO_HF, CONVERTER} <= seconds.keys():
         pairs = zip(seconds[TO_HF], seconds[CONVERTER], strict=True)
         seconds[BOTH] = [one + other for one, other in pairs]
     largest = shape.vocab * shape.hidden

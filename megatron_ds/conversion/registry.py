@@ -209,7 +209,11 @@ def write(
         OSError: If the disk fails.
     """
     writers = [entry.write for entry in FORMATS if entry.name == name and entry.write is not None]
-    writers[0](source, folder, options, on_tensor)
+    try:
+        writers[0](source, folder, options, on_tensor)
+    except UserError:
+        source.confirm()  # damage may look like anything else
+        raise
 
 
 def verify(path: Path, name: str = AUTO, warn: Warn = ignore) -> list[Verification]:

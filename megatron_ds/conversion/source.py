@@ -10,6 +10,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,9 @@ class SourceCheckpoint:
     """Warnings for the user."""
     native: Checkpoint | None = None
     """The checkpoint of this program, which a run does not remove while it is open."""
+    confirm: Callable[[], object] = ignore
+    """Waits until all files have been compared with their checksums, and raises UserError if one is
+    damaged. Called by writers when their output is complete, before it appears."""
     merged: tuple[SourceCheckpoint, ...] = ()
     """The sources whose weights these are merged from, the first of which is at `path`."""
 
@@ -221,8 +225,8 @@ class ReadOptions:
     """The fp32 master weights of a run instead of its weights."""
     checksums: bool = True
     """Compare the files with their checksums, where the format has some."""
-    matching: frozenset[Path] = frozenset()
-    """Files that have been compared already, and match."""
+    pending: Mapping[Path, Future[bool]] = field(default_factory=dict)
+    """Files that are being compared: whether they match. `SourceCheckpoint.confirm` waits."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model for a checkpoint that has none."""
     given: frozenset[str] = frozenset()

@@ -9,13 +9,16 @@ FOLDER/manifest.json        size and checksum of every other file, as in a check
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint.files.local_files import (
+    checksum_mismatch,
     files_damaged,
     find_damaged_files,
     json_content,
@@ -59,8 +62,25 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
     Raises:
         UserError: If the folder is damaged or of another version.
     """
-    if options.checksums and (damage := check_checksums(path, options.matching)) is not None:
+    if options.checksums and (damage := check_checksums(path, options.pending)) is not None:
         raise UserError(damage)
+    confirm = functools.partial(_confirm, path, options.pending)
+    try:
+        return dataclasses.replace(_open(path), confirm=confirm)
+    except UserError:
+        confirm()  # damage may look like anything else
+        raise
+
+
+def _confirm(path: Path, pending: Mapping[Path, Future[bool]]) -> None:
+    """Raises UserError if a file turns out not to match its checksum."""
+    differing = (str(file.relative_to(path)) for file in pending if not pending[file].result())
+    damage = files_damaged({name: checksum_mismatch(name) for name in differing})
+    if damage is not None:
+        raise UserError(damage)
+
+
+def _open(path: Path) -> SourceCheckpoint:
     values = read_json_object(path / SETTINGS)
     if values.get("format_version") != FORMAT_VERSION:
         version = values.get("format_version")
@@ -79,17 +99,17 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
     return SourceCheckpoint(path, "native", settings, tensors, parts=parts).checked()
 
 
-def check_checksums(path: Path, matching: Collection[Path] = ()) -> Problem | None:
+def check_checksums(path: Path, pending: Collection[Path] = ()) -> Problem | None:
     """Reads all files and compares them with their checksums.
 
     Args:
         path: The folder.
-        matching: Files that are known to match them.
+        pending: Files that something else compares.
     """
     try:
         files = read_manifest(path).items()
-        unknown = {name: record for name, record in files if path / name not in matching}
-        return files_damaged(find_damaged_files(path, unknown))
+        compared = {name: record for name, record in files if path / name not in pending}
+        return files_damaged(find_damaged_files(path, compared))
     except UserError as error:
         return error.problems[0]
 
@@ -107,7 +127,7 @@ def write_weights_folder(
         OSError: If the disk fails.
     """
     settings = source.settings
-    with output_folder(folder) as temporary:
+    with output_folder(folder, source.confirm) as temporary:
         records = write_sharded(
             temporary, source.tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor
         )

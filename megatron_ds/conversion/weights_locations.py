@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,11 +66,11 @@ def has_weights(path: Path) -> bool:
 
 
 @contextmanager
-def reading_weights(path: Path) -> Iterator[set[Path]]:
+def reading_weights(path: Path) -> Iterator[dict[Path, Future[bool]]]:
     """Reads the weights at a path in a thread, if they are weights alone, until the block ends.
 
     Yields:
-        The files that match the checksums of a native folder.
+        For files of a native folder, whether they match their checksums, once that is known.
     """
     records = {}
     if is_weights_folder(path):
@@ -78,5 +79,5 @@ def reading_weights(path: Path) -> Iterator[set[Path]]:
         except (UserError, OSError):
             records = {}  # the reader that follows says why
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    with reading(files, records) as matching:
-        yield matching
+    with reading(files, records) as pending:
+        yield pending

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -21,43 +21,48 @@ SHARE_OF_MEMORY = 4
 
 @contextmanager
 def reading(
-    files: Sequence[Path], records: Mapping[Path, FileRecord] | None = None
-) -> Iterator[set[Path]]:
-    """Reads files in a thread until the block ends, and completes the one that it compares then.
+    files: Sequence[Path], records: Mapping[Path, FileRecord]
+) -> Iterator[dict[Path, Future[bool]]]:
+    """Reads files in a thread, one after another, until the block ends.
 
     Args:
-        files: Files in the order in which they will be used.
+        files: Files in the order in which they will be used. Those that are missing, and those that
+            exceed a share of the memory, are left to later readers.
         records: Size and checksum of some of them.
 
     Yields:
-        The files that have been found to match their checksums. Errors are left to later readers.
+        For each of these that is read, whether it matches its checksum, once that is known.
     """
     stop = Event()
-    matching: set[Path] = set()
-
-    def read_all() -> None:
-        left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE_OF_MEMORY
-        for path in files:
-            size = path.stat().st_size
-            if stop.is_set() or size > left:
-                return
-            left -= size
-            record = None if records is None else records.get(path)
-            if record is None:
-                _read(path, stop.is_set)
-            elif record.matches(path):
-                matching.add(path)
-
-    def read_readable() -> None:
-        with suppress(OSError):
-            read_all()
-
+    pending: dict[Path, Future[bool]] = {}
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(read_readable)
+        for path in _files_within(_share_of_memory(), files):
+            if (record := records.get(path)) is None:
+                pool.submit(_read, path, stop.is_set)
+            else:
+                pending[path] = pool.submit(record.matches, path, stop.is_set)
         try:
-            yield matching
+            yield pending
         finally:
             stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _share_of_memory() -> int:
+    """Bytes of files that are read ahead."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE_OF_MEMORY
+
+
+def _files_within(size: int, files: Sequence[Path]) -> Iterator[Path]:
+    """The first files, up to one that is missing or with which they have more bytes."""
+    for path in files:
+        try:
+            size -= path.stat().st_size
+        except OSError:
+            return
+        if size < 0:
+            return
+        yield path
 
 
 def _read(path: Path, is_stopped: Callable[[], bool]) -> None:

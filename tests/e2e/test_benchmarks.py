@@ -263,6 +263,11 @@ def test_conversions_are_measured_in_every_way(tmp_path: Path) -> None:
     assert result["bytes"][conversion.CONVERTER] == 9
     assert all(peak > 1e7 for peak in result["peak_bytes"].values())
     assert f"{conversion.TO_GGUF} / {conversion.COPY}" in conversion.report(result)
+    some = (conversion.TO_GGUF, conversion.COPY)
+    (tmp_path / "some").mkdir()
+    result = conversion.measure(conversion.SMALL, tmp_path / "some", 1, (), some)
+    assert result["seconds"].keys() == {*some}
+    assert [pair["peer"] for pair in result["ratios"]] == [conversion.COPY]
 
 
 def test_ratios_of_conversions_pair_rounds() -> None:

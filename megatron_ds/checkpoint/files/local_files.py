@@ -101,7 +101,7 @@ def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str,
     reasons = {}
     for name, record in files.items():
         if not record.matches(path / name):
-            reasons[name] = f"{name} does not match its checksum in the manifest"
+            reasons[name] = checksum_mismatch(name)
         elif name.endswith(STATES):
             try:
                 extreme = find_extreme(read_tensors(path / name, mmap=True))
@@ -110,6 +110,11 @@ def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str,
             except (ValueError, RecursionError) as error:
                 reasons[name] = str(error)
     return reasons
+
+
+def checksum_mismatch(name: str) -> str:
+    """The reason that a file is damaged which differs from its checksum."""
+    return f"{name} does not match its checksum in the manifest"
 
 
 def files_damaged(*damages: Mapping[str, str]) -> Problem | None:

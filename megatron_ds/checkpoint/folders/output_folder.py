@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ds.checkpoint.files.local_files import INCOMPLETE
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import ignore, user_error
 from megatron_ds.fileio.atomic import fsync_path
 
 OnTensor = Callable[[str, int], None]
@@ -17,7 +17,7 @@ OnTensor = Callable[[str, int], None]
 
 
 @contextmanager
-def output_folder(folder: Path) -> Iterator[Path]:
+def output_folder(folder: Path, confirm: Callable[[], object] = ignore) -> Iterator[Path]:
     """Creates a folder under a temporary name next to its own, and renames it once it is written.
 
     Files inside are flushed to the disk first. What an error or an interruption leaves is removed.
@@ -26,6 +26,7 @@ def output_folder(folder: Path) -> Iterator[Path]:
 
     Args:
         folder: Must not exist, or be empty. A link is followed.
+        confirm: Called when only the rename is left to do. With its error the folder never appears.
 
     Yields:
         The folder to write to.
@@ -47,6 +48,7 @@ def output_folder(folder: Path) -> Iterator[Path]:
         for path in temporary.rglob("*"):
             fsync_path(path)
         fsync_path(temporary)
+        confirm()
         if is_mount:
             for path in temporary.iterdir():
                 os.rename(path, folder / path.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config.checks import import_library
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import ignore, user_error
 from megatron_ds.conversion.safetensors_files import read_ahead
 from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.fileio.atomic import READ_BYTES, fsync_path, name_in_errors
@@ -180,6 +180,7 @@ def write_file(
     keys: Mapping[str, Any],
     tensors: Mapping[str, GgufTensor],
     on_tensor: OnTensor,
+    confirm: Callable[[], object] = ignore,
 ) -> None:
     """Writes a new file, complete or not at all: under a temporary name, which is renamed.
 
@@ -189,6 +190,7 @@ def write_file(
         keys: Values by complete key: bool, int, float, text, bytes, or a list of one of them.
         tensors: Tensors by name.
         on_tensor: Reports progress.
+        confirm: Called when only the rename is left to do. With its error the file never appears.
 
     Raises:
         UserError: If the file exists.
@@ -205,6 +207,7 @@ def write_file(
             with DirectFile(temporary) as file:
                 _write_tensors(file, tensors, on_tensor)
                 file.finish()
+        confirm()
         os.rename(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

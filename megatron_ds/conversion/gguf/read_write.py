@@ -259,7 +259,8 @@ def write_gguf(
     is_quantized = options.quantization is not None
     tensors = _written_tensors(architecture, source, values, is_quantized=is_quantized)
     keys = _keys(architecture, source, values, is_quantized=is_quantized)
-    write_file(path, architecture.name, keys | vocabulary.keys, tensors, on_tensor)
+    keys |= vocabulary.keys
+    write_file(path, architecture.name, keys, tensors, on_tensor, source.confirm)
 
 
 def _keys(

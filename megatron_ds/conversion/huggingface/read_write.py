@@ -142,7 +142,7 @@ def write_hf(
     lost = [] if publication is None else publication.lost_in(source.settings, model_type)
     if publication is not None and lost:
         warn(Problem("hf-export-loses", path=publication.path, lost="; ".join(lost)))
-    with output_folder(folder) as temporary:
+    with output_folder(folder, source.confirm) as temporary:
         data = None if source.native is None else source.native.run.config.get("data")
         tokenizer = hf_tokenizer.tokenizer_files(source.settings, model_type, warn, data)
         special, generation = _special_values(source.settings, model_type, tokenizer)

@@ -77,7 +77,7 @@ def is_of_core(source: SourceCheckpoint) -> bool:
 def checkpoint_folder(source: SourceCheckpoint, folder: Path) -> Iterator[Path]:
     """Creates a folder for Megatron's --load, complete or not at all; gives its checkpoint's."""
     iteration = source.training.iteration if source.training else None
-    with output_folder(folder) as temporary:
+    with output_folder(folder, source.confirm) as temporary:
         path = temporary / (RELEASE if iteration is None else f"iter_{iteration:07d}")
         path.mkdir()
         yield path

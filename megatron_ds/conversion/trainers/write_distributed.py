@@ -99,7 +99,7 @@ def write_torchtitan(
     with contextlib.suppress(UserError):  # no family has the experts: flags describe the model
         _, config = config_of(source, _model_type(source))
         files[HF_CONFIG] = _json(config)
-    with output_folder(folder) as temporary:
+    with output_folder(folder, source.confirm) as temporary:
         write_dcp(temporary, tensors, on_tensor)
         write_files(temporary, files)
 
@@ -174,7 +174,7 @@ def write_olmo_core(
     names = olmo_core.names_of(values, model.norm_position)
     tensors = joined_experts(weights_for(source, names, olmo_core.PREFIX, with_copy=True))
     run = {"model": values, "dataset": {"sequence_length": model.seq_length}}
-    with output_folder(folder) as temporary:
+    with output_folder(folder, source.confirm) as temporary:
         (temporary / OLMO_CORE_STATES).mkdir()
         write_dcp(temporary / OLMO_CORE_STATES, tensors, on_tensor)
         write_files(temporary, {olmo_core.SETTINGS: _json(run)})

@@ -55,7 +55,7 @@ def write_litgpt(
     values = config_of(settings.model, settings.moe)
     check_expressed(source, NAME, values, read_fields, (*IGNORED, TIED))
     tensors = weights_for(source, names_of(settings.model.is_gated), with_copy=True)
-    with output_folder(folder) as temporary:
+    with output_folder(folder, source.confirm) as temporary:
         state = {}
         for name, tensor in tensors.items():
             state[name] = tensor.read().contiguous()

@@ -32,45 +32,42 @@ def convert_checkpoint(options: Options) -> None:
     location = staged_location(options.load, options.checkpoint_staging_dir, print_error)
     name, folder = dataclasses.replace(options, load=location).source
     # torch takes seconds to import, in which weights are read.
-    with (
-        reading_weights(folder) as matching,
-        importing(),
-        contextlib.redirect_stdout(sys.stderr),  # DeepSpeed prints a warning
-    ):
-        from megatron_ds.conversion import registry
-        from megatron_ds.conversion.convert import verify, with_training
-        from megatron_ds.conversion.native import DTYPES
-        from megatron_ds.conversion.source import ReadOptions, WriteOptions
-    has_states = options.optimizer_states and options.target_format in MEGATRON_FORMATS
-    reading = ReadOptions(
-        print_error,
-        optimizer=has_states,
-        masters=options.dtype in ("fp32", QUANTIZED),
-        matching=frozenset(matching),
-        model=dataclasses.asdict(options.model),
-        given=options.given,
-    )
-    source = registry.open_source(folder, name, reading)
-    raise_if_any(_contradictions(options, source.settings.fixed, folder))
-    if has_states:
-        source = with_training(source)
-    source = source.to(DTYPES.get(options.dtype or ""))
-    target = Path(options.save)
-    writing = WriteOptions(
-        options.hf_model_type,
-        tp_size=options.target_tensor_parallel_size,
-        pp_size=options.target_pipeline_parallel_size,
-        ep_size=options.target_expert_parallel_size,
-        adam=options.target_adam,
-        engines=options.engine_names,
-        quantization=QUANTIZED if options.dtype == QUANTIZED else None,
-        warn=print_error,
-    )
-    total = source.nbytes
-    with tensor_progress("converting", total) as tensors:
-        registry.write(
-            source, target, options.target_format, writing, lambda name, size: tensors.add(size)
+    with reading_weights(folder) as pending:
+        with importing(), contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
+            from megatron_ds.conversion import registry
+            from megatron_ds.conversion.convert import verify, with_training
+            from megatron_ds.conversion.native import DTYPES
+            from megatron_ds.conversion.source import ReadOptions, WriteOptions
+        has_states = options.optimizer_states and options.target_format in MEGATRON_FORMATS
+        reading = ReadOptions(
+            print_error,
+            optimizer=has_states,
+            masters=options.dtype in ("fp32", QUANTIZED),
+            pending=pending,
+            model=dataclasses.asdict(options.model),
+            given=options.given,
         )
+        source = registry.open_source(folder, name, reading)
+        raise_if_any(_contradictions(options, source.settings.fixed, folder))
+        if has_states:
+            source = with_training(source)
+        source = source.to(DTYPES.get(options.dtype or ""))
+        target = Path(options.save)
+        writing = WriteOptions(
+            options.hf_model_type,
+            tp_size=options.target_tensor_parallel_size,
+            pp_size=options.target_pipeline_parallel_size,
+            ep_size=options.target_expert_parallel_size,
+            adam=options.target_adam,
+            engines=options.engine_names,
+            quantization=QUANTIZED if options.dtype == QUANTIZED else None,
+            warn=print_error,
+        )
+        total = source.nbytes
+        with tensor_progress("converting", total) as tensors:
+            registry.write(
+                source, target, options.target_format, writing, lambda name, size: tensors.add(size)
+            )
     seconds = max(time.perf_counter() - start, 1e-9)
     print(
         f"{source.format} to {options.target_format}: {tensors.count} tensors, "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.fileio import read_ahead
+from megatron_ds.fileio import atomic, read_ahead
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.read_ahead import reading
 
@@ -20,26 +20,36 @@ def wait_until(is_done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_files_that_match_their_checksums_are_named(tmp_path: Path) -> None:
+def test_files_are_compared_with_their_checksums(tmp_path: Path) -> None:
     for name in ("first", "other", "last"):
         (tmp_path / name).write_text(name)
     records = {tmp_path / name: FileRecord.of(name.encode()) for name in ("first", "last")}
     records[tmp_path / "other"] = FileRecord.of(b"outer")
     names = ("first", "other", "without", "last")
     (tmp_path / "without").write_text("a file without a checksum")
-    with reading([tmp_path / name for name in names], records) as matching:
-        wait_until(lambda: tmp_path / "last" in matching)
-    assert matching == {tmp_path / "first", tmp_path / "last"}
+    with reading([tmp_path / name for name in names], records) as pending:
+        matching = {path.name: matches.result() for path, matches in pending.items()}
+    assert matching == {"first": True, "other": False, "last": True}
 
 
-def test_errors_are_left_to_the_reader(tmp_path: Path) -> None:
+def test_missing_files_are_left_to_the_reader(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("file")
     record = FileRecord.of(b"file")
-    with reading(
-        [tmp_path / "missing", tmp_path / "file"], {tmp_path / "file": record}
-    ) as matching:
-        pass
-    assert matching == set()
+    with reading([tmp_path / "missing", tmp_path / "file"], {tmp_path / "file": record}) as pending:
+        assert pending == {}
+
+
+def test_a_comparison_ends_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(path: Path, digest: object, is_stopped: Callable[[], bool]) -> tuple[int, str]:
+        wait_until(is_stopped)
+        return 0, ""
+
+    monkeypatch.setattr(atomic, "_read_checksum", compare)
+    file = tmp_path / "file"
+    file.write_text("text")
+    with reading([file], {file: FileRecord.of(b"text")}) as pending:
+        assert not pending[file].done()
+    assert pending[file].done()
 
 
 def test_no_file_is_begun_after_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +63,7 @@ def test_no_file_is_begun_after_the_block(tmp_path: Path, monkeypatch: pytest.Mo
     files = [tmp_path / "first", tmp_path / "second"]
     for file in files:
         file.write_text("text")
-    with reading(files):
+    with reading(files, {}):
         wait_until(lambda: bool(begun))
     assert begun == files[:1]
 
@@ -67,7 +77,7 @@ def test_files_beyond_a_share_of_the_memory_are_not_read(
     files = [tmp_path / "first", tmp_path / "second"]
     for file in files:
         file.write_bytes(bytes(15))
-    with reading(files):
+    with reading(files, {}):
         wait_until(lambda: bool(begun))
         time.sleep(0.1)
     assert begun == files[:1]

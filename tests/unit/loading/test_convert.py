@@ -24,7 +24,7 @@ from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.conversion.weights_folder import write_weights_folder
-from megatron_ds.conversion.weights_locations import HF_CONFIG
+from megatron_ds.conversion.weights_locations import GGUF_ENDING, HF_CONFIG
 from megatron_ds.loading.programs import convert as program
 from megatron_ds.loading.programs.convert_options import MODEL_TYPES
 from tests.pages import flags as flags_page
@@ -34,6 +34,14 @@ from tests.unit.conversion.foreign_trees import write_tree
 from tests.unit.conversion.hf_models import load_strictly, random_model
 from tests.unit.conversion.models import SMALL, assert_same_tensors, random_source
 
+LLAMA = SMALL | {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+"""A model that all formats have."""
 TOOL = program
 FOLDER = "convert_checkpoint"
 
@@ -155,6 +163,28 @@ def test_wrong_folders_are_rejected(tmp_path: Path, run: Run) -> None:
     (tmp_path / "ours" / "weights.json").write_text("{}")
     assert codes("--load", tmp_path / "ours", "--to", "hf") == ["checkpoint-files-damaged"]
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN_FORMATS if name != "universal"])
+@pytest.mark.parametrize("damage", [b"\x00\x00\x00\x3f", b"\x00\x00\xc0\x7f"])
+def test_nothing_is_written_of_damaged_weights(
+    tmp_path: Path, run: Run, name: str, damage: bytes
+) -> None:
+    """Weights are compared with their checksums while they are converted.
+
+    Claim (conversion): an output folder appears complete or not at all
+    """
+    write_weights_folder(random_source(ModelConfig(**LLAMA)), tmp_path / "ours")
+    flags = ("--load", tmp_path / "ours", "--to", name, "--save")
+    ending = GGUF_ENDING if name == "gguf" else ""
+    run(*flags, tmp_path / f"undamaged{ending}")
+    before = sorted(tmp_path.iterdir())
+    weights = tmp_path / "ours" / SINGLE
+    weights.write_bytes(weights.read_bytes()[: -len(damage)] + damage)
+    errors = run(*flags, tmp_path / f"new{ending}", status=1).err
+    assert "checkpoint-files-damaged" in printed_codes(errors)
+    assert f"{SINGLE} does not match its checksum" in errors
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
