@@ -63,6 +63,7 @@ class Export:
             "head_dim": model.head_dim,
             "head_sizes": _usual(model.head_dim * model.num_attention_heads, model.hidden_size),
             "ffn_size": _usual(model.mlp_hidden_size, 4 * model.hidden_size),
+            "key_value_heads": _usual(model.kv_heads, model.num_attention_heads),
             "query_scale": _usual(config.get("query_pre_attn_scalar"), model.head_dim),
             "latent_sizes": f"{model.kv_lora_rank}+{model.qk_pos_emb_head_dim}",
             "names": "prefixed" if self.has_prefix else "plain",
