@@ -108,10 +108,12 @@ def start(rank: int, peers: Sequence[Peer], folder: str) -> list[int]:
         step = StepPlan(1, mesh.dp.size, 1, 0.01, 0.0, seq_length=tokens.shape[1])
         with recorded_logits() as recorded:
             loss = float(engine.train_step(iter([batch]), step).loss)
+        # Rounding grows with the values, and differs between processors.
+        scale = logits.abs().max().clamp(min=1)
         for value in recorded:
             assert value.shape[:2] == tokens.shape
             difference = (value[..., : logits.shape[-1]] - logits).abs().max()
-            assert difference < TOLERANCE, (peer, float(difference))
+            assert difference < TOLERANCE * scale, (peer, float(difference))
         compared.append(len(recorded))
         known = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         assert loss == pytest.approx(float(known), abs=TOLERANCE), peer
@@ -128,8 +130,8 @@ def check_starts(peers: Sequence[Peer], folder: Path) -> None:
 
 def test_a_run_of_four_ranks_starts_with_the_logits_of_the_trainer(shared_data: Path) -> None:
     """Claim (conversion): a run in two tensor-parallel shards and two pipeline stages starts from a
-    checkpoint of another trainer with the logits of the trainer's own program at every position,
-    and its loss, to 1e-5"""
+    checkpoint of another trainer with the logits of the trainer's own program at every position, to
+    1e-5 of the largest, and its loss, to 1e-5"""
     check_starts(PEERS, shared_data / "peer_checkpoints2")
 
 
