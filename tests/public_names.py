@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from enum import EnumType
 from pathlib import Path
 
 GOLDEN = Path(__file__).parent / "golden" / "public_names.txt"
@@ -15,7 +16,8 @@ MODULES = ("megatron_ds", "megatron_ds.extend", "megatron_ds.extend.layers")
 
 
 def public_names() -> str:
-    """Functions and classes with their signatures, and the methods of classes."""
+    """Functions and classes with their signatures, the methods of classes, and the members of
+    enumerations."""
     return "\n".join(line for module in MODULES for line in (module, *_lines(module), ""))
 
 
@@ -24,6 +26,9 @@ def _lines(module: str) -> Iterator[str]:
     for name in sorted(listed.__all__):
         value = getattr(listed, name)
         if isinstance(value, str):
+            continue
+        if isinstance(value, EnumType):  # whose signature depends on the version of Python
+            yield f"  {name}: {', '.join(value.__members__)}"
             continue
         yield f"  {name}{inspect.signature(value)}"
         if inspect.isclass(value) and name not in READ_ONLY:
