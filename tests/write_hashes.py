@@ -19,13 +19,13 @@ from packaging.utils import canonicalize_name
 REPOSITORY = Path(__file__).resolve().parents[1]
 LEFT_OUT = "torch"
 """Its build depends on the accelerator, and each index has another archive of the same version."""
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
 GLIBC = (28, 27, 26, 24, 17, 12, 5)
 """Minor versions of glibc 2 whose archives pip may select, the best first."""
 HEADER = """\
 # requirements.txt with the hashes of its archives, written by `make hashes`. For Linux on x86_64
-# and aarch64 with Python 3.11, 3.12 or 3.13. torch is left out, since its archive depends on the
+# and aarch64 with Python 3.11 to 3.14. torch is left out, since its archive depends on the
 # accelerator: install the version of requirements.txt first, then this file:
 #   pip install --require-hashes -r requirements-hashes.txt
 """
