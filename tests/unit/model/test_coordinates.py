@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from megatron_ds.model.declaration.rates import multiplier_rule
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from tests.proofs.cases import with_proofs
 
 BASE_WIDTH = 64
 BASE_DEPTH = 2
@@ -82,13 +80,12 @@ def largest_ratio(*models: dict[str, float]) -> float:
     return max(max(values) / min(values) for values in columns)
 
 
-@pytest.mark.parametrize("widest", with_proofs([512, 1024], [1024]))
-def test_activations_of_all_widths_have_one_size(widest: int) -> None:
+def test_activations_of_all_widths_have_one_size() -> None:
     """Claim (precision): with muP, hidden states and logits after five steps have the same size
     within a factor of 2 at widths from 64 to 1,024; without it they do not at 256"""
     base, wide = (sizes(width, BASE_DEPTH) for width in (BASE_WIDTH, 256))
     assert largest_ratio(base, wide) > 4
-    transferred = [sizes(width, BASE_DEPTH, **WIDTH_ALONE) for width in (BASE_WIDTH, 256, widest)]
+    transferred = [sizes(width, BASE_DEPTH, **WIDTH_ALONE) for width in (BASE_WIDTH, 256, 1024)]
     assert transferred[0] == base  # at the base width, nothing changes
     assert largest_ratio(*transferred) < 2
 
