@@ -23,9 +23,10 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
 GLIBC = (28, 27, 26, 24, 17, 12, 5)
 """Minor versions of glibc 2 whose archives pip may select, the best first."""
-HEADER = """\
+HEADER = f"""\
 # requirements.txt with the hashes of its archives, written by `make hashes`. For Linux on x86_64
-# and aarch64 with Python 3.11 to 3.14. torch is left out, since its archive depends on the
+# and aarch64 with Python {PYTHONS[0]} to {PYTHONS[-1]}. torch is left out, since its archive \
+depends on the
 # accelerator: install the version of requirements.txt first, then this file:
 #   pip install --require-hashes -r requirements-hashes.txt
 """

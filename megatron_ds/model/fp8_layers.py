@@ -73,9 +73,9 @@ def rounded_weights(model: nn.Module) -> RoundedWeights | None:
 def compile_rounding(
     recipe: Fp8Recipe, device: torch.device, *, lengths_vary: bool, has_experts: bool
 ) -> Problem | None:
-    """Compile the casts if they then round as eager ones.
+    """Compile the casts to fp8 if they then round as eager ones.
 
-    Those of activations and gradients of linear layers, and those of weights that are kept.
+    Compiles the casts of linear layers' activations and gradients, and of weights kept for a step.
 
     Args:
         recipe: The recipe of a model, which is changed.

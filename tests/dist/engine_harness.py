@@ -362,7 +362,7 @@ def _unpartitioned(named: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tens
 def _gathered(
     tensors: Sequence[torch.Tensor], handle: Any, size: int
 ) -> Sequence[Sequence[torch.Tensor]]:
-    """Of each tensor that of every rank of a process group, all by one message."""
+    """Gathers each tensor from every rank of a process group, all of them in one message."""
     if not tensors or size == 1:
         return [[tensor] for tensor in tensors]
     flat = torch.cat([tensor.flatten() for tensor in tensors])

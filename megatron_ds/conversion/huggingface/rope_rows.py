@@ -120,8 +120,8 @@ def _write_bases(model: ModelConfig, keys: RopeKeys) -> dict[str, Any]:
     full = {"rope_type": "default", "rope_theta": base, **(scaling or {})}
     by_type: dict[str, Any] = {FULL: full, WINDOWED: {"rope_type": "default", "rope_theta": other}}
     if scaling is not None and not scaling.get("truncate", True):
-        # It is not read from the object of a type. Where nothing depends on it, it is left out:
-        # vLLM takes parameters with anything but types of layers for those of all layers.
+        # transformers reads it here, and not from the object of a type. True is the default and is
+        # left out: vLLM refuses an object with any other key beside the types of layers.
         by_type["truncate"] = False
     written = {keys.theta_key: base, PARAMETERS: by_type}
     if keys.window_theta is not None and (key := keys.window_theta[0]):

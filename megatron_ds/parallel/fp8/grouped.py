@@ -103,7 +103,7 @@ class Fp8Experts:
         recipe = self.recipe
 
         if recipe.weights.is_keeping and self.group.size == 1:
-            by_input, by_output = recipe.weights.take_pair(self, lambda: self._round_both(weight))
+            by_input, by_output = recipe.weights.take(self, None, lambda: self._round_both(weight))
             return by_input if dim == 2 else by_output
 
         def compute() -> Rounded:

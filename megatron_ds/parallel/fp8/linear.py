@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,13 +44,14 @@ from megatron_ds.parallel.fp8.rounding import (
 )
 from megatron_ds.parallel.mesh import Group
 
+Kept = TypeVar("Kept")
+
 
 class RoundedWeights:
     """Keeps the rounded weights of a model's layers during a step, in which none changes."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], Rounded] | None = None
-        self._kept_pairs: dict[int, tuple[Rounded, Rounded]] = {}
+        self._kept: dict[tuple[int, int | None], Any] | None = None
         self.prepared: set[Fp8Linear] = set()
         """Layers that hold rounded weights for their graphs."""
 
@@ -66,28 +67,25 @@ class RoundedWeights:
             yield
         finally:
             self._kept = None
-            self._kept_pairs.clear()
             for layer in self.prepared:
                 layer.rounded = None
             self.prepared.clear()
 
-    def take(self, owner: object, dim: int, compute: Callable[[], Rounded]) -> Rounded:
-        """The rounded weight of a layer along a dimension, which is computed if it is not kept."""
+    def take(self, owner: object, dim: int | None, compute: Callable[[], Kept]) -> Kept:
+        """What `compute` returns for a layer, which is called if the result is not kept.
+
+        Args:
+            owner: The layer.
+            dim: Dimension along which its weight is rounded. None: along both, as a pair.
+            compute: Rounds the weight.
+        """
         if self._kept is None:
             return compute()
         key = id(owner), dim
         if key not in self._kept:
             self._kept[key] = compute()
-        return self._kept[key]
-
-    def take_pair(
-        self, owner: object, compute: Callable[[], tuple[Rounded, Rounded]]
-    ) -> tuple[Rounded, Rounded]:
-        """The rounded weight of a layer and the transposed one, which are kept."""
-        assert self.is_keeping
-        if id(owner) not in self._kept_pairs:
-            self._kept_pairs[id(owner)] = compute()
-        return self._kept_pairs[id(owner)]
+        kept: Kept = self._kept[key]
+        return kept
 
 
 @dataclass
@@ -109,7 +107,8 @@ class Fp8Recipe:
     """Rounds what is alone on its rank; a compiled function on a device."""
     round_weight: RoundWeight = round_weight
     round_stack: RoundStack = round_stack_both
-    """Round weights that are kept for a step likewise, once for all of its products."""
+    """Round the weights of a layer or of experts that are kept for a step, along both dimensions;
+    compiled functions on a device, likewise."""
 
 
 class Fp8Linear:
@@ -185,7 +184,7 @@ class Fp8Linear:
         recipe = self.recipe
         shares = recipe.block is None and self.group.size > 1
         if recipe.weights.is_keeping and not shares:
-            by_input, by_output = recipe.weights.take_pair(self, lambda: self._round_both(weight))
+            by_input, by_output = recipe.weights.take(self, None, lambda: self._round_both(weight))
             return by_input if dim == 1 else by_output
 
         def compute() -> Rounded:

@@ -184,7 +184,7 @@ def round_stack_both(weights: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Ten
 
 
 def transposed_stack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The transposed matrices of a stack of which each has one scale."""
+    """Transpose the matrices of a stack, each of which was rounded with one scale."""
     return codes.mT.contiguous(), scale[:, :1].expand(-1, codes.shape[2], 1)
 
 
