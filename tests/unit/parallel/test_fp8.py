@@ -28,7 +28,7 @@ from megatron_ds.model.fp8_layers import (
 )
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.fp8 import rounding
-from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
+from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe, RoundedWeights
 from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, multiply, multiply_by_kernel, round_matrix
 from megatron_ds.parallel.linear import ColumnParallelLinear
 from megatron_ds.parallel.mesh import Mesh
@@ -578,3 +578,18 @@ def test_a_layer_without_prepared_weights_is_in_no_graph() -> None:
         layer._layer = torch.compile(layer._all, backend="eager")
     losses.append(model(tokens[:, :-1], tokens[:, 1:]).mean())
     assert torch.equal(*losses)
+
+
+def test_rounded_weights_are_kept_by_layer_and_dimension_during_a_step() -> None:
+    weights = RoundedWeights()
+    calls = itertools.count()
+    layers = object(), object()
+    places = list(itertools.product(layers, (0, 1, None)))
+
+    def taken() -> list[int]:
+        return [weights.take(layer, dim, lambda: next(calls)) for layer, dim in places]
+
+    assert taken() == [0, 1, 2, 3, 4, 5]
+    with weights.kept():
+        assert taken() == taken() == [6, 7, 8, 9, 10, 11]
+    assert taken() == [12, 13, 14, 15, 16, 17]
