@@ -6,6 +6,7 @@ mathematics, which is the same compiled or not, and the trial of the compiled on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -26,11 +27,25 @@ from megatron_ds.parallel.sequence import dropout
 TOLERANCE = 1e-2
 """Largest accepted error of a compiled function, relative to the norm; bf16 may be rounded once
 instead of after each operation."""
+TANH_SLOPE = 2 * math.sqrt(2 / math.pi)
+TANH_CUBIC = 0.044715 * TANH_SLOPE
+"""Coefficients of x and x^3 in twice the argument of GELU's tanh."""
 
 
 def _quick_gelu(gate: Tensor) -> Tensor:
     """An approximation of GELU (Hendrycks and Gimpel 2016)."""
     return gate * torch.sigmoid(1.702 * gate)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    """GELU (Hendrycks and Gimpel 2016), exactly ("none") or by its approximation with "tanh"."""
+    if approximate == "tanh" and is_host(x.device.type) and torch.compiler.is_compiling():
+        # x (1 + tanh u) / 2 = x sigmoid(2 u). On CPUs, torch's compiler has no fast tanh: it
+        # takes twice as long as the exponential function of the sigmoid.
+        x32 = x.float()
+        doubled = x32 * (TANH_SLOPE + TANH_CUBIC * x32 * x32)
+        return (x32 * torch.sigmoid(doubled)).to(x.dtype)
+    return F.gelu(x, approximate=approximate)
 
 
 def _identity(gate: Tensor) -> Tensor:
@@ -58,13 +73,13 @@ def activate(
         if offset:
             up = up + offset
         if activation == "geglu":
-            return F.gelu(gate, approximate=gelu_kind) * up
+            return _gelu(gate, gelu_kind) * up
         return GATES[activation](gate) * up
     match activation:
         case "gelu":
-            return F.gelu(x, approximate=gelu_kind)
+            return _gelu(x, gelu_kind)
         case "openai-gelu":
-            return F.gelu(x, approximate="tanh")
+            return _gelu(x, "tanh")
         case "squared-relu":  # So et al. 2021
             return F.relu(x).square()
     raise AssertionError(activation)

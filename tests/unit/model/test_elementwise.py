@@ -16,6 +16,7 @@ from megatron_ds.model.kernels.compilation import use_elementwise
 from megatron_ds.model.kernels.elementwise import (
     EAGER,
     Elementwise,
+    activate,
     add_dropout,
     compile_elementwise,
 )
@@ -81,6 +82,31 @@ def test_a_compiler_that_fails_or_is_wrong_is_not_used(monkeypatch: pytest.Monke
         functions, problem = trial(compiler, monkeypatch)
         assert functions is EAGER
         assert codes([problem]) == [code]
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [("gelu", torch.float32), ("geglu", torch.bfloat16), ("openai-gelu", torch.float32)],
+)
+def test_a_graph_for_a_cpu_computes_the_same_gelu(activation: str, dtype: torch.dtype) -> None:
+    values = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([1e4, -1e4, 0.0, -0.0])])
+    x = torch.stack([values, values.flip(0)], dim=1).to(dtype)
+    traced = torch.compile(activate, backend="aot_eager", fullgraph=True)
+
+    def results(function: Callable[..., Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, activation, "tanh")
+        y.sum().backward()
+        assert leaf.grad is not None
+        return y.detach(), leaf.grad
+
+    exact = results(activate, x.double())
+    # Where the derivative is close to 1, the kernels subtract the tanh or the sigmoid from 1.
+    bounds = (2, 20)
+    for ours, expected, bound in zip(results(traced, x), exact, bounds, strict=True):
+        assert ours.dtype == dtype
+        error = (ours - expected).abs() / expected.abs().clamp(min=1.0)
+        assert float(error.max()) <= bound * torch.finfo(dtype).eps
 
 
 def test_every_layer_calls_the_functions() -> None:
