@@ -395,9 +395,11 @@ class GPTModel(nn.Module):
 
     def blocks(self, stage: int | None = None) -> list[Block]:
         """Transformer layers of a stage, or all; layers of multi-token prediction are last."""
-        names = [f"layers.{layer}" for layer in self.layers]
-        kept = names if stage is None else [name for name in names if name in self._stages[stage]]
-        return [self.get_submodule(name) for name in kept]  # type: ignore[misc]
+        return [
+            block  # type: ignore[misc]
+            for layer, block in self.layers.items()
+            if stage is None or f"layers.{layer}" in self._stages[stage]
+        ]
 
     def _run_blocks(
         self, blocks: list[Block], x_SBH: Tensor, current: ForwardPass, contexts: Contexts

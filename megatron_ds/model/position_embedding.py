@@ -89,10 +89,12 @@ class PositionEncoder:
             if rule.rope is not None and rule.rope not in rotations:
                 rotations[rule.rope] = self._rotation(rule.rope, keys)
             exchange = kind_of_layer(self._attention.exchanges, layer)
-            if (rule, exchange) not in shared:
+            key = rule, exchange  # computing its hash is most of the time, hence once
+            if (context := shared.get(key)) is None:
                 core = self._core(rule, keys, exchange)
-                shared[rule, exchange] = AttentionContext(rotations[rule.rope], core)
-            contexts[layer] = shared[rule, exchange]
+                context = AttentionContext(rotations[rule.rope], core)
+                shared[key] = context
+            contexts[layer] = context
         return contexts
 
     def _core(self, rule: AttentionRule, keys: Keys, exchange: str) -> AttentionCore:

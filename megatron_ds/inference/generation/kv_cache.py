@@ -209,7 +209,9 @@ class CacheView:
             keys[self.texts, :, new] = k
             values[self.texts, :, new] = v
         else:
-            positions_B = self.positions_BS[:, 0] % ring
+            positions_B = self.positions_BS[:, 0]
+            if window is not None and self._is_ring(window):
+                positions_B = positions_B % ring
             keys[self.slots_B, :, positions_B] = k[:, :, 0].to(keys.dtype)
             values[self.slots_B, :, positions_B] = v[:, :, 0].to(values.dtype)
         return keys[self.texts, :, : self.num_keys], values[self.texts, :, : self.num_keys]
