@@ -2,7 +2,7 @@
 """Rates of the text generation server, relative to one request at a time and to transformers.
 
     python benchmarks/serve.py [--model small|gpt2] [--seconds 60] [--output serve.json]
-    python benchmarks/serve.py --against CHECKOUT [--rounds 20]
+    python benchmarks/serve.py --against CHECKOUT [--starts 5] [--rounds 5]
 
 A random model is served by tools/run_text_generation_server.py. Measured are one request, 24 equal
 ones at once, requests of mixed lengths and settings one after another, and as many of them as 200
@@ -11,8 +11,14 @@ Every answer must be that of the same request alone. transformers' `generate` an
 (continuous batching) get the same weights, threads and prompts, the former in turn with the server.
 
 With --against, the servers of this and of another checkout of this project are measured instead:
-both are started, and the same requests are sent to them in turn. The ratios of the servers' CPU
-seconds depend less on what else runs than those of the times.
+both are started, and the same requests are sent to them in turn. Two processes of one program
+differ by some percent for as long as they run, by where their memory is and how their sets are
+ordered. So both are started several times (--starts), the one that starts first in turn. A ratio is
+the median over the starts, each of which is the median over its rounds; the smallest and the
+largest of the starts follow it, because a difference below their distance may be chance. The ratios
+of the servers' CPU seconds depend less on what else runs than those of the times; but threads that
+wait for each other use CPU time, the more the busier the machine. On a busy one, compare with
+--threads 1.
 """
 
 from __future__ import annotations
@@ -88,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=CLIENTS, help="clients of the load")
     parser.add_argument("--threads", type=int, default=2, help="threads of each contender")
     parser.add_argument("--against", type=Path, help="another checkout of this project")
+    parser.add_argument("--starts", type=int, default=5, help="starts of the servers, --against")
     parser.add_argument("--output", type=Path, help="output file (JSON)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
@@ -115,32 +122,42 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare_checkouts(folder: Path, options: argparse.Namespace) -> int:
     """Send the same requests to the servers of two checkouts in turn, and print the ratios."""
-    checkouts = {"this checkout": REPOSITORY, str(options.against): options.against.resolve()}
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(running_server(folder, options, checkout))
-            for checkout in checkouts.values()
-        ]
-        seconds, cpu_seconds = asyncio.run(measure_in_turn(servers, options.rounds))
-    print(f"{'':32}{'s':>10}{'other, s':>10}{'ratio':>8}{'CPU ratio':>11}")
-    result = {}
-    for name, (ours, theirs) in seconds.items():
-        row = {
-            "seconds": statistics.median(map(statistics.median, ours)),
-            "other_seconds": statistics.median(map(statistics.median, theirs)),
-            "ratio": paired_ratio(ours, theirs),
-            "cpu_ratio": paired_ratio(*cpu_seconds[name]),
-        }
-        result[name] = row
+    rows: dict[str, list[dict[str, float]]] = {}
+    for start in range(options.starts):
+        checkouts = [REPOSITORY, options.against.resolve()]
+        with ExitStack() as stack:
+            servers = {
+                checkout: stack.enter_context(running_server(folder, options, checkout))
+                for checkout in (checkouts if start % 2 == 0 else reversed(checkouts))
+            }
+            in_order = [servers[checkout] for checkout in checkouts]
+            seconds, cpu_seconds = asyncio.run(measure_in_turn(in_order, options.rounds))
+        for name, (ours, theirs) in seconds.items():
+            row = {
+                "seconds": statistics.median(map(statistics.median, ours)),
+                "other_seconds": statistics.median(map(statistics.median, theirs)),
+                "ratio": paired_ratio(ours, theirs),
+                "cpu_ratio": paired_ratio(*cpu_seconds[name]),
+            }
+            rows.setdefault(name, []).append(row)
+    print(f"{'':32}{'s':>10}{'other, s':>10}{'ratio':>22}{'CPU ratio':>22}")
+    for name, starts in rows.items():
+        columns = {key: [row[key] for row in starts] for key in starts[0]}
         print(
-            f"{name:32}{row['seconds']:10.4f}{row['other_seconds']:10.4f}{row['ratio']:8.3f}"
-            f"{row['cpu_ratio']:11.3f}"
+            f"{name:32}{statistics.median(columns['seconds']):10.4f}"
+            f"{statistics.median(columns['other_seconds']):10.4f}"
+            f"{with_spread(columns['ratio']):>22}{with_spread(columns['cpu_ratio']):>22}"
         )
     if options.output is not None:
         machine = asdict(this_machine())
         packages = versions(["torch", "transformers"])
-        write_json(options.output, {"machine": machine, "versions": packages, "result": result})
+        write_json(options.output, {"machine": machine, "versions": packages, "starts": rows})
     return 0
+
+
+def with_spread(ratios: Sequence[float]) -> str:
+    """The median, with the smallest and the largest value."""
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
 
 
 async def measure_in_turn(
@@ -195,9 +212,13 @@ async def measure_in_turn(
 
 
 def cpu_seconds_of(process: Any) -> float:
-    """CPU seconds of a `psutil.Process` and of its children."""
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return float(sum(time.user + time.system for time in times))
+    """CPU seconds of a `psutil.Process` and of its children.
+
+    The kernel's clocks of processes (`clock_getcpuclockid`) count nanoseconds, unlike its files of
+    statistics, whose hundredths of a second are some percent of a request.
+    """
+    ids = [one.pid for one in (process, *process.children(recursive=True))]
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in ids)
 
 
 async def measure(
