@@ -395,11 +395,9 @@ class GPTModel(nn.Module):
 
     def blocks(self, stage: int | None = None) -> list[Block]:
         """Transformer layers of a stage, or all; layers of multi-token prediction are last."""
-        return [
-            block  # type: ignore[misc]
-            for layer, block in self.layers.items()
-            if stage is None or f"layers.{layer}" in self._stages[stage]
-        ]
+        names = None if stage is None else self._stages[stage]
+        layers: Any = self.layers.items()
+        return [block for layer, block in layers if names is None or f"layers.{layer}" in names]
 
     def _run_blocks(
         self, blocks: list[Block], x_SBH: Tensor, current: ForwardPass, contexts: Contexts
