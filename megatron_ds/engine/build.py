@@ -194,7 +194,7 @@ def _correct(
     deepspeed_patches.drop_skipped_gradients(engine.optimizer)
     deepspeed_patches.check_every_copy(engine.optimizer, mesh)
     nvme_states.align_gradients(engine.optimizer)
-    leave_gradients_in_place(engine.optimizer, device)
+    leave_gradients_in_place(engine.optimizer, engine.module, device)
     share_masters(engine.optimizer)
     keep_views(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)

@@ -23,14 +23,10 @@ from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.declaration.experts import ExpertsSpec
-from megatron_ds.model.experts.exchange import Exchange, expert_keys
+from megatron_ds.model.experts.exchange import Exchange
 from megatron_ds.model.experts.grouped import Experts
-from megatron_ds.model.experts.router import (
-    Router,
-    Routing,
-    accepted_experts,
-    count_assignments,
-)
+from megatron_ds.model.experts.permutation import combine, permute, sort_assignments
+from megatron_ds.model.experts.router import Router, Routing, accepted_experts
 from megatron_ds.model.experts.router_log import RouterLog
 from megatron_ds.model.kernels.elementwise import EAGER, Elementwise, activate
 from megatron_ds.model.mlp import MLP
@@ -207,98 +203,3 @@ class MoE(nn.Module):
         by_micro_batch = exchange.counts_pe.unflatten(0, (self.mesh.ep.size, -1)).sum(1)
         y_RH = self.experts(exchange.to_experts(x_AH), by_micro_batch.t())
         return exchange.from_experts(y_RH, len(x_AH))
-
-
-def sort_assignments(
-    experts_A: Tensor, experts: int, group: Group
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort assignments by expert, as `Exchange` needs them; those without an expert are the last.
-
-    Args:
-        experts_A: Experts by number; `experts` is none.
-        experts: Number of experts.
-        group: Expert-parallel group.
-
-    Returns:
-        The assignments in their order, [A], the place of each in it, [A], and the number of each
-        expert, [E].
-    """
-    order_A = expert_keys(experts_A, experts, group).argsort(stable=True)
-    counts_E = count_assignments(experts_A, experts + 1)[:-1]
-    return order_A, inverse_of(order_A), counts_E
-
-
-def inverse_of(order: Tensor) -> Tensor:
-    """The permutation that undoes one."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def permute(x_TH: Tensor, order_A: Tensor, place_A: Tensor, topk: int) -> Tensor:
-    """The token of each assignment, in the order of the assignments: [A, H]."""
-    x_AH: Tensor = _Permuted.apply(x_TH, order_A, place_A, topk)
-    return x_AH
-
-
-class _Permuted(torch.autograd.Function):
-    """x[order // copies], for an order of `copies` of each row.
-
-    The gradient's rows are gathered by the inverse order, and summed over the copies; the gradient
-    of an index is accumulated row by row, for which devices sort the index.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
-        return x.index_select(0, order // copies)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        rows = gradient.index_select(0, inverse)
-        return rows.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
-
-
-def combine(
-    y_AH: Tensor,
-    weights_TK: Tensor,
-    order_A: Tensor,
-    place_A: Tensor,
-    accepted_A: Tensor | None,
-) -> Tensor:
-    """The weighted sum of the outputs of each token's experts.
-
-    Args:
-        y_AH: Outputs in the order of the assignments.
-        weights_TK: Their weights, rounded to the type of the outputs.
-        order_A: The assignments in their order.
-        place_A: The place of each assignment in it.
-        accepted_A: Whether an expert accepts an assignment; else its weight is 0. None: all are
-            accepted.
-    """
-    weights_TK = weights_TK.to(y_AH.dtype)
-    if accepted_A is not None:
-        weights_TK = weights_TK.where(accepted_A.view_as(weights_TK), 0)
-    out_TH: Tensor = _Combined.apply(y_AH, weights_TK, order_A, place_A)
-    return out_TH
-
-
-class _Combined(torch.autograd.Function):
-    """The sum over k of weights[t, k] x y[inverse[t x K + k]].
-
-    The gradient of a row is read from its token's, so that no gradients are accumulated.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        y_TKH = y.index_select(0, inverse).view(*weights.shape, -1)
-        ctx.save_for_backward(y_TKH, weights, order)
-        return (y_TKH * weights.unsqueeze(-1)).sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        y_TKH, weights, order = ctx.saved_tensors
-        rows = gradient.index_select(0, order // weights.shape[1])
-        dy = rows.mul_(weights.flatten().index_select(0, order).unsqueeze(1))
-        dweights = (y_TKH * gradient.unsqueeze(1)).sum(-1)
-        return dy, dweights, None, None

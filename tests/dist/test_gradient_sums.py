@@ -24,11 +24,12 @@ SIZES = (7, 64, 33)
 
 
 def one_replica(stage: int) -> Job:
-    """A training on two tensor-parallel ranks, in two micro-batches."""
-    return case_training(Case(RANKS, stage, 2, 2, "learned", "adamw"), every_step=True)
+    """A training of experts on two tensor-parallel ranks, in two micro-batches."""
+    experts = {"moe": {"num_experts": (4,), "moe_router_topk": 2}}
+    return case_training(Case(RANKS, stage, 2, 2, "gqa", "adamw", experts), every_step=True)
 
 
-def keep_copies(optimizer: Any, device: torch.device) -> None:
+def keep_copies(optimizer: Any, module: Any, device: torch.device) -> None:
     """In place of `leave_gradients_in_place`. A mock would keep the optimizer."""
 
 
@@ -39,15 +40,34 @@ def by_deepspeed(training: Job, meshes: Meshes) -> Any:
 
 
 def in_place(training: Job, meshes: Meshes) -> Any:
-    """A training that sends no bucket of gradients with elements."""
+    """A training that sends no bucket of gradients with elements, and copies none of experts."""
     average = DeepSpeedZeroOptimizer.average_tensor
+    flatten = DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned
+    take_step = DeepSpeedZeroOptimizer.step
+    started: list[bool] = []
 
     def expect_none(self: Any, bucket: torch.Tensor, *arguments: Any) -> Any:
         assert bucket.numel() == 0
         return average(self, bucket, *arguments)
 
-    with mock.patch.object(DeepSpeedZeroOptimizer, "average_tensor", expect_none):
-        return training(meshes)
+    def expect_no_experts(self: Any, gradients: Any, *arguments: Any, **options: Any) -> Any:
+        assert all(gradient.dim() < 3 for gradient in gradients) or not started
+        return flatten(self, gradients, *arguments, **options)
+
+    def step(self: Any, *arguments: Any) -> Any:
+        started.append(True)  # weights are flattened before
+        return take_step(self, *arguments)
+
+    with (
+        mock.patch.object(DeepSpeedZeroOptimizer, "average_tensor", expect_none),
+        mock.patch.object(
+            DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", expect_no_experts
+        ),
+        mock.patch.object(DeepSpeedZeroOptimizer, "step", step),
+    ):
+        results = training(meshes)
+    assert started
+    return results
 
 
 def slices(meshes: Meshes) -> list[torch.Tensor]:
@@ -79,7 +99,8 @@ def outcomes() -> JobResults:
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_one_replica_stay_in_place(stage: int, outcomes: JobResults) -> None:
     """Claim (deepspeed): ZeRO 1 and 2 with one replica neither copy its gradients to buckets nor
-    reduce them, and train as DeepSpeed does, bit for bit
+    reduce them, on a CPU do not flatten those of experts in fp32, and train as DeepSpeed does, bit
+    for bit
     """
     pairs = zip(outcomes.of(f"{stage} in place"), outcomes.of(f"{stage} by DeepSpeed"), strict=True)
     for run, other in pairs:

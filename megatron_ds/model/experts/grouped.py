@@ -84,6 +84,9 @@ class StackedLinear(nn.Module):
 
     training_product: TrainingProduct | None = None
     """Computes the layers in training, in another number format."""
+    gradient_memory: Callable[[], Tensor | None] | None = None
+    """Gives memory in which the gradient of the weight, in fp32, is computed. None, also if it
+    gives None: new memory."""
 
     def __init__(
         self,
@@ -119,6 +122,14 @@ def loop_over_matmuls(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         return torch.cat([rows @ matrix for rows, matrix in zip(a.split(counts), b, strict=True)])
     pairs = zip(a.split(counts, dim=1), b.split(counts), strict=True)
     return torch.stack([columns @ rows for columns, rows in pairs])
+
+
+def multiply_columns_into(result: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies groups [out, R] and [R, in] into a result [e, out, in], which it returns."""
+    counts = group_sizes(ends)
+    for product, columns, rows in zip(result, a.split(counts, dim=1), b.split(counts), strict=True):
+        torch.mm(columns, rows, out=product)
+    return result
 
 
 def multiply_padded(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -186,6 +197,7 @@ class _StackedMatmul(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.multiply = layer.multiply
+        ctx.gradient_memory = layer.gradient_memory
         ctx.has_bias = bias is not None
         y = layer.multiply(x, weight.mT, ends)
         if layer.reduce_over is not None:
@@ -199,7 +211,11 @@ class _StackedMatmul(torch.autograd.Function):
         x, weight, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
         dx = ctx.multiply(gradient, weight, ends)
-        dw = ctx.multiply(gradient.t(), x, ends)
+        memory = None if ctx.gradient_memory is None else ctx.gradient_memory()
+        if memory is None:
+            dw = ctx.multiply(gradient.t(), x, ends)
+        else:
+            dw = multiply_columns_into(memory, gradient.t(), x, ends)
         db = _sum_groups(gradient, ends, ctx.multiply) if ctx.has_bias else None
         return dx, dw, db, None, None
 

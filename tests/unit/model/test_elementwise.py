@@ -17,6 +17,7 @@ from megatron_ds.model.kernels.elementwise import (
     EAGER,
     Elementwise,
     activate,
+    activate_eagerly,
     add_dropout,
     compile_elementwise,
 )
@@ -132,6 +133,21 @@ def test_every_layer_calls_the_functions() -> None:
     assert calls == ["rotate", "add_dropout", "activate", "add_dropout"] * config.num_layers
     for name, gradient in gradients(plain).items():
         assert torch.equal(gradients(model)[name], gradient), name
+
+
+@pytest.mark.parametrize("limits", [(), (None, 0.0), (0.5, 0.0), (None, 1.0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_eager_activation_has_the_same_numbers(
+    limits: tuple[float | None, ...], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, 16, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(5, 3, 8, generator=generator, dtype=dtype)
+    runs = []
+    for function in (activate, activate_eagerly):
+        y = function(x, "swiglu", "none", *limits)
+        runs.append((y, *torch.autograd.grad(y, x, weight)))
+    assert all(map(torch.equal, *runs))
 
 
 def test_dropout_leaves_the_residual_stream() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem
-from megatron_ds.model.experts import grouped
+from megatron_ds.model.experts import grouped, permutation
 from megatron_ds.model.experts.router import routers_with_bias, update_biases
 from megatron_ds.model.experts.router_log import RouterLog
 from megatron_ds.model.mlp import MLP
@@ -114,6 +114,22 @@ def test_calls_of_a_layer_do_not_grow_with_its_experts(
         args for name, args in calls if name.startswith("index_put") and args[3:] == (True,)
     ] == []
     assert counts.total() <= 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_sums_the_rows_that_a_gather_would_copy(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, H, generator=generator, dtype=dtype)
+    weights = torch.rand(6, 2, generator=generator, dtype=dtype)
+    index = torch.randperm(12, generator=generator).view(6, 2)
+    inputs = (rows, index), (rows, index, weights)
+    on_host = [permutation.sum_rows(*values) for values in inputs]
+    monkeypatch.setattr(permutation, "is_host", lambda _: False)
+    for ours, values in zip(on_host, inputs, strict=True):
+        error = (ours - permutation.sum_rows(*values)).norm() / ours.norm()
+        assert error <= torch.finfo(dtype).eps
 
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch, grouped_mm: Any) -> tuple[MoE, Problem | None]:
