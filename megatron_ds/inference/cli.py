@@ -211,7 +211,6 @@ def loaded_model(
     """
     from megatron_ds.conversion.registry import open_source
     from megatron_ds.inference import load_checkpoint
-    from megatron_ds.inference.generation.direct_calls import call_directly
     from megatron_ds.inference.generation.packed_weights import pack_weights
     from megatron_ds.model.experts.grouped import try_grouped_matmuls
     from megatron_ds.model.kernels.half_products import replace_slow_products
@@ -239,7 +238,6 @@ def loaded_model(
             log_rank0(f"WARNING: {note.render()}")
         source.release()
         pack_weights(model)
-        call_directly(model)
         yield model, mesh
     finally:
         distributed.destroy_process_group()

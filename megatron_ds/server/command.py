@@ -38,6 +38,7 @@ def run(options: Options) -> None:
     # Before the model is loaded, so that an occupied port is reported immediately.
     listener = listen(options.host, options.port) if environment.rank() == 0 else None
     keys = read_keys(options.api_key_file)
+    from megatron_ds.inference.generation.direct_calls import call_directly
     from megatron_ds.inference.generation.engine import GenerationEngine
     from megatron_ds.inference.generation.tp_group import (
         TpGroupBroken,
@@ -53,6 +54,7 @@ def run(options: Options) -> None:
     max_length = max_sequence_length(config, options.inference_max_seq_length)
     template = None if listener is None else start_template(tokenizer.folder)
     with loaded_model(options, source) as (model, _):
+        call_directly(model)
         service = TextGenerationService(model, tokenizer, max_length)
         # The last token of a text is never fed to the model.
         slots = options.inference_max_requests

@@ -14,11 +14,13 @@ def call_directly(model: nn.Module) -> None:
     """Makes calls of a model's modules calls of their `forward`, and lets Python find what they
     consist of.
 
-    Results do not change. Assigning a parameter or a submodule still replaces it; hooks that are
-    registered later are not called. Modules that have hooks, or a call of their own, keep it.
+    Results do not change. Assigning a parameter or a submodule still replaces it. Hooks that are
+    registered later are not called, and a buffer that is assigned later is not found: this is for
+    programs of which no other code gets the model. Modules that have hooks, or a call of their own,
+    keep it.
 
     Args:
-        model: A model that will not be trained.
+        model: A model on its device, which will not be trained.
     """
     classes = dict[type[nn.Module], type[nn.Module]]()
     for module in model.modules():

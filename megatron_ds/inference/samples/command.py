@@ -40,6 +40,7 @@ def run(options: Options) -> None:
         UserError: If options and checkpoint do not fit.
     """
     from megatron_ds.inference.generate import continue_prompts
+    from megatron_ds.inference.generation.direct_calls import call_directly
     from megatron_ds.inference.generation.sequences import prompt_problems
 
     source, model_config, tokenizer = open_checkpoint(options)
@@ -52,6 +53,7 @@ def run(options: Options) -> None:
     if environment.rank() == 0:
         batches = batches_of(options, tokenizer, problems_with)
     with loaded_model(options, source, endless=options.is_interactive) as (model, _):
+        call_directly(model)
         is_over = False
 
         def results() -> Iterator[Continuation]:
