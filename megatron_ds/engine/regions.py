@@ -114,6 +114,9 @@ def mark_collectives(mesh: Mesh, open_region: Open) -> Iterator[None]:
             if hasattr(backend, name):
                 function = _marked_collective(getattr(backend, name), axes, open_region)
                 stack.enter_context(replaced(backend, name, function))
+        if (host_sum := mesh.tp.host_sum) is not None:
+            function = _marked(host_sum.sum_, "all_reduce[tp]", open_region)
+            stack.enter_context(replaced(host_sum, "sum_", function))
         yield
 
 

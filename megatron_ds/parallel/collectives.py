@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ds.config.devices import is_host
+from megatron_ds.parallel.host_sums import HostSum
 from megatron_ds.parallel.mesh import Group
 
 T = TypeVar("T")
@@ -28,8 +30,16 @@ def reduce_from_group_(x: Tensor, group: Group) -> Tensor:
     """
     if group.size > 1:
         # Detached, because the sum's gradient with respect to this rank's summand is x's.
-        dist.all_reduce(x.detach(), group=group.handle)
+        values = x.detach()
+        if (host_sum := _host_sum(values, group)) is not None:
+            host_sum.sum_(values)
+        else:
+            dist.all_reduce(values, group=group.handle)
     return x
+
+
+def _host_sum(x: Tensor, group: Group) -> HostSum | None:
+    return group.host_sum if is_host(x.device.type) else None
 
 
 def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
@@ -39,6 +49,9 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
         What to wait for before x is read. None: the sum is complete.
     """
     if group.size == 1:
+        return None
+    if (host_sum := _host_sum(x, group)) is not None:
+        host_sum.sum_(x)
         return None
     if torch.compiler.is_compiling():
         # A compiled graph has no handles; its compiler overlaps the sum itself.

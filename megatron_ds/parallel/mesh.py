@@ -21,7 +21,10 @@ import torch.distributed as dist
 from megatron_ds.config.options.parallel import ALL_TO_ALL, HIERARCHICAL
 from megatron_ds.config.parallel_axes import AXES
 from megatron_ds.config.problems import user_error
+from megatron_ds.parallel import host_sums
+from megatron_ds.parallel.host_sums import HostSum
 
+GLOO = "gloo"
 Ranks = tuple[int, ...]
 """Global ranks of a group, in the group's order."""
 URGENT = ("tp", "cp", "ulysses", "sequence", "heads", "chunks", "pp")
@@ -129,6 +132,9 @@ class Group:
     sequence_parallel: bool = False
     """Whether the activations between the layers that are sharded over this group are themselves
     sharded over it, along the sequence; see `parallel.sequence`. Never with size 1."""
+    host_sum: HostSum | None = None
+    """Sums tensors in memory that the ranks share. None: they are on several machines, or have
+    their tensors on a device."""
 
     @property
     def size(self) -> int:
@@ -268,6 +274,7 @@ class Mesh:
             name: create(tuple(groups), name in urgent and len(groups[0]) > 1)
             for name, groups in axes.items()
         }
+        by_axis["tp"] = _with_host_sum(by_axis["tp"], timeout)
         p2p = by_axis["pp"]
         if pp_size > 1:
             p2p = _create_group(tuple(axes["pp"]), True, rank=rank, timeout=timeout)
@@ -342,6 +349,22 @@ def groups_across_hosts(groups: Sequence[Ranks], hosts: Sequence[str]) -> list[R
         hosts: Host of each rank.
     """
     return [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1]
+
+
+def _with_host_sum(group: Group, timeout: timedelta | None) -> Group:
+    """The group, with sums in shared memory if gloo communicates. Collective."""
+    if group.size == 1 or dist.get_backend() != GLOO:
+        return group
+
+    def gather(value: Any) -> list[Any]:
+        values = [value] * group.size
+        dist.all_gather_object(values, value, group=group.handle)
+        return values
+
+    limit = dist.default_pg_timeout if timeout is None else timeout
+    name = "_".join(map(str, group.ranks))
+    host_sum = host_sums.connect(group.rank, group.size, gather, name, limit)
+    return replace(group, host_sum=host_sum)
 
 
 def _create_group(

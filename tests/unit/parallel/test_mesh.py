@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from megatron_ds.parallel import host_sums
 from megatron_ds.parallel.mesh import Group, Mesh, Mpu, axis_groups, groups_across_hosts
 from tests.problems import raises_problem
 
@@ -153,6 +154,7 @@ def test_a_process_creates_one_group_per_axis(
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(host_sums, "connect", lambda *_: None)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=everyone))
     mesh = Mesh.build(tp, pp_size=pp)
@@ -220,6 +222,7 @@ def test_messages_within_a_pass_go_before_other_kernels(
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(host_sums, "connect", lambda *_: None)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=everyone))
     stub = SimpleNamespace(Options=Options)

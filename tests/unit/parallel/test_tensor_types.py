@@ -28,7 +28,14 @@ WIDTH = 20
 INNER = 16
 RANKS = 8
 TP = 2
-INNER_FUNCTIONS = {"_concatenate", "_sum_slices", "_exchange", "gather_objects", "update_biases"}
+INNER_FUNCTIONS = {
+    "_concatenate",
+    "_sum_slices",
+    "_exchange",
+    "_with_host_sum",
+    "gather_objects",
+    "update_biases",
+}
 """Functions with a collective that only declared ones call, or that send no tensor of a pass."""
 
 
