@@ -106,8 +106,8 @@ def faults(rank: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_get_the_bits_of_the_sum(ranks: int, tmp_path: Path) -> None:
-    """Claim (layouts): sums over tensor-parallel ranks of one machine in shared memory are those of
-    gloo for two ranks, bit for bit, and the same on all ranks for more
+    """Claim (parallel): sums over tensor-parallel ranks of one machine in shared memory are those
+    of gloo for two ranks, bit for bit, and the same on all ranks for more
     """
     run_ranks(sums, ranks, tmp_path, timeout=120)
 
