@@ -33,7 +33,8 @@ from megatron_ds.model.attention.packed import AttentionBackend, PackingOptions
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.attention.trial import select_kernel
 from megatron_ds.model.experts.grouped import try_grouped_matmuls
-from megatron_ds.model.fp8_layers import compile_rounding, recipe_of, trace_products
+from megatron_ds.model.fp8_compilation import compile_rounding
+from megatron_ds.model.fp8_layers import gradient_format, recipe_of, trace_products
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.kernels.compilation import compile_layers, use_eager, use_elementwise
 from megatron_ds.model.kernels.compiled_layers import try_layers, whole
@@ -101,7 +102,9 @@ def fp8_products(trial: Trial) -> Iterator[Problem]:
     has_kernels = trial.dtype is torch.bfloat16 and all(
         has_kernel(trial.device, scaling) for scaling in scalings
     )
-    if not has_kernels or (trial.config.moe.is_used and not has_grouped_kernel(trial.device)):
+    gradients = gradient_format(precision)
+    lacks_groups = trial.config.moe.is_used and not has_grouped_kernel(trial.device, gradients)
+    if not has_kernels or lacks_groups:
         yield Problem("fp8-without-kernel", device=trial.device.type)
         return
     recipe = recipe_of(trial.model)
@@ -111,7 +114,9 @@ def fp8_products(trial: Trial) -> Iterator[Problem]:
         failure = compile_rounding(
             recipe,
             trial.device,
+            trial.mesh,
             lengths_vary=trial.run.lengths_vary,
+            keeps_weights=trial.config.zero_stage < 3,
             has_experts=trial.config.moe.is_used,
         )
         yield from () if failure is None else (failure,)

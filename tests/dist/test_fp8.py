@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.parallel.collectives import copy_to_group, sum_over_group
-from megatron_ds.parallel.fp8.grouped import Fp8Experts
+from megatron_ds.parallel.fp8.grouped import Fp8Experts, Parts
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
 from megatron_ds.parallel.fp8.rounding import E4M3, E5M2
 from megatron_ds.parallel.mesh import Group, Mesh
@@ -212,7 +212,8 @@ def computed_experts(
     x, weight = (operand.detach().clone().requires_grad_() for operand in operands)
     counts = torch.tensor([len(x) // EXPERTS] * EXPERTS)
     inputs = copy_to_group(x, group) if sharded == 1 else x
-    y = Fp8Experts(recipe, group, sharded)(inputs, weight, None, counts)
+    parts = Parts.of(recipe, counts, len(x))
+    y = Fp8Experts(recipe, group, sharded)(inputs, weight, None, parts)
     y.backward(grad)
     assert x.grad is not None
     assert weight.grad is not None

@@ -59,15 +59,8 @@ from megatron_ds.model.mlp import MLP
 from megatron_ds.model.position_embedding import AttentionContext, Rotation, rope_table, rotate
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.fp8 import rounding
-from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe
-from megatron_ds.parallel.fp8.rounding import (
-    E4M3,
-    E5M2,
-    Rounded,
-    round_both,
-    round_stack_both,
-    round_weight,
-)
+from megatron_ds.parallel.fp8.linear import BOTH, Fp8Linear, Fp8Recipe
+from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, Rounded, round_along
 from megatron_ds.parallel.fused_linear_cross_entropy import chunk_rows, fusible_softmax_, multiply
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Mesh
@@ -464,20 +457,21 @@ def lower_rounding(lowering: Lowering) -> None:
     """Lower the casts of linear layers in fp8 and of experts that are functions of their own."""
     size = LLAMA.hidden_size
 
-    def run(name: str, function: Callable[..., Any], numbers: Tensor, **options: Any) -> None:
+    def run(name: str, numbers: Tensor, **options: Any) -> None:
+        function = functools.partial(round_along, dims=BOTH, **options)
         # Folding computes the constant on the device.
-        with inductor.patch(joint_graph_constant_folding=False):
-            lowering.run(f"fp8 {name}", functools.partial(function, **options), numbers)
+        with inductor.patch(joint_graph_constant_folding=False, **COMBINED):
+            lowering.run(f"fp8 {name}", function, numbers)
 
-    for name, by_row, block in FP8_RECIPES:
-        options = {"by_row": by_row, "block": block}
+    for name, by_row, side in FP8_RECIPES:
+        rows, square = (None, None) if side is None else ((1, side), (side, side))
         numbers = empty(S * B, size, grad=False)
-        run(f"{name}: activations", round_both, numbers, dtype=E4M3, **options)
-        run(f"{name}: gradients", round_both, numbers, dtype=E5M2, **options)
-        run(f"{name}: weights", round_weight, empty(size, size, grad=False), **options)
-        if block is None:
-            stack = empty(8, size, size, grad=False)
-            run(f"{name}: weights of experts", round_stack_both, stack, by_row=by_row)
+        for label, dtype in (("activations", E4M3), ("gradients", E5M2)):
+            run(f"{name}: {label}", numbers, dtype=dtype, by_row=by_row, block=rows)
+        options = {"dtype": E4M3, "by_row": by_row, "block": square}
+        run(f"{name}: weights", empty(size, size, grad=False), **options)
+        if side is None:
+            run(f"{name}: weights of experts", empty(8, size, size, grad=False), **options)
 
 
 def lower_step(lowering: Lowering) -> None:

@@ -18,6 +18,7 @@ from megatron_ds.model.declaration.experts import ExpertsSpec
 from megatron_ds.model.kernels.elementwise import EAGER, TOLERANCE
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import copy_to_group, reduce_from_group_
+from megatron_ds.parallel.fp8.grouped import Parts
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.row_groups import group_of_rows, group_sizes
 from megatron_ds.parallel.sharding import declared_parameter
@@ -32,6 +33,10 @@ class Experts(nn.Module):
         mesh: Process groups; each expert-parallel rank has consecutive experts.
         init: Draws the initial weights, each expert's by its number.
     """
+
+    training_parts: Callable[[Tensor, int], Parts] | None = None
+    """The rows of each expert from each micro-batch as `training_product` takes them, for their
+    numbers and that of all rows."""
 
     def __init__(self, spec: ExpertsSpec, prefix: str, mesh: Mesh, init: Initializer) -> None:
         super().__init__()
@@ -57,18 +62,23 @@ class Experts(nn.Module):
             counts: Number of rows of each expert, [e], or of each expert from each of m
                 micro-batches, [e, m]. The last expert has all further rows, too.
         """
-        of_experts = counts if counts.dim() == 1 else counts.sum(1)
-        ends = of_experts.cumsum(0, dtype=torch.int32)
-        ends[-1:].fill_(len(x_RH))  # a number for one element would be copied from the host
-        inner = self.fc_in(copy_to_group(x_RH, self.group), ends, counts)
+        parts = None
+        if self.training and self.training_parts is not None:
+            parts = self.training_parts(counts, len(x_RH))
+            ends = parts.ends_of_experts
+        else:
+            of_experts = counts if counts.dim() == 1 else counts.sum(1)
+            ends = of_experts.cumsum(0, dtype=torch.int32)
+            ends[-1:].fill_(len(x_RH))  # a number for one element would be copied from the host
+        inner = self.fc_in(copy_to_group(x_RH, self.group), ends, parts)
         inner = self.elementwise.activate(inner, *self.activation)
-        y_RH: Tensor = self.fc_out(inner, ends, counts)
+        y_RH: Tensor = self.fc_out(inner, ends, parts)
         return y_RH
 
 
-TrainingProduct = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
-"""The output of stacked layers, with what is reduced, for x, W, b and the number of rows of each
-expert, or of each expert from each micro-batch."""
+TrainingProduct = Callable[[Tensor, Tensor, Tensor | None, Parts], Tensor]
+"""The output of stacked layers, with what is reduced, for x, W, b and the rows of each expert from
+each micro-batch."""
 
 
 class StackedLinear(nn.Module):
@@ -102,10 +112,10 @@ class StackedLinear(nn.Module):
         self.shape = weight.shape
         self.multiply: GroupedMatmul = grouped_matmul
 
-    def forward(self, x: Tensor, ends: Tensor, counts: Tensor | None = None) -> Tensor:
-        """The outputs of rows that end at `ends`; products in training take `counts`."""
-        if self.training and self.training_product is not None and counts is not None:
-            return self.training_product(x, self.weight, self.bias, counts)
+    def forward(self, x: Tensor, ends: Tensor, parts: Parts | None = None) -> Tensor:
+        """The outputs of rows that end at `ends`; products in training take `parts`."""
+        if self.training and self.training_product is not None and parts is not None:
+            return self.training_product(x, self.weight, self.bias, parts)
         y: Tensor = _StackedMatmul.apply(x, self.weight, self.bias, ends, self)
         return y
 

@@ -11,6 +11,7 @@ rounded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,30 +29,33 @@ from megatron_ds.parallel.collectives import (
     start_reduce_scatter,
     wait,
 )
+from megatron_ds.parallel.fp8.casts import EAGER, EAGER_PARTS, Casts, PartCasts
 from megatron_ds.parallel.fp8.rounding import (
     E4M3,
     Block,
-    RoundBoth,
+    Dims,
     Rounded,
-    RoundStack,
-    RoundWeight,
+    is_shared,
+    largest_of_ranks,
     multiply,
-    round_blocks,
-    round_both,
-    round_matrix,
-    round_stack_both,
-    round_weight,
+    paired,
 )
 from megatron_ds.parallel.mesh import Group
 
 Kept = TypeVar("Kept")
+Groups = tuple[tuple[Group, ...], ...]
+"""Groups whose ranks share the scales of each dimension."""
+
+
+BOTH = (-1, -2)
+"""Dimensions of a matrix."""
 
 
 class RoundedWeights:
     """Keeps the rounded weights of a model's layers during a step, in which none changes."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int | None], Any] | None = None
+        self._kept: dict[int, Any] | None = None
         self.prepared: set[Fp8Linear] = set()
         """Layers that hold rounded weights for their graphs."""
 
@@ -61,7 +65,7 @@ class RoundedWeights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within it, each weight is rounded once along each dimension."""
+        """Within it, each weight is rounded once, along both dimensions."""
         self._kept = {}
         try:
             yield
@@ -71,20 +75,17 @@ class RoundedWeights:
                 layer.rounded = None
             self.prepared.clear()
 
-    def take(self, owner: object, dim: int | None, compute: Callable[[], Kept]) -> Kept:
+    def take(self, owner: object, compute: Callable[[], Kept]) -> Kept:
         """What `compute` returns for a layer, which is called if the result is not kept.
 
         Args:
             owner: The layer.
-            dim: Dimension along which its weight is rounded. None: along both, as a pair.
             compute: Rounds the weight.
         """
-        if self._kept is None:
-            return compute()
-        key = id(owner), dim
-        if key not in self._kept:
-            self._kept[key] = compute()
-        kept: Kept = self._kept[key]
+        assert self._kept is not None
+        if id(owner) not in self._kept:
+            self._kept[id(owner)] = compute()
+        kept: Kept = self._kept[id(owner)]
         return kept
 
 
@@ -103,12 +104,52 @@ class Fp8Recipe:
     """Length of the blocks of rows that have scales, and side of those of weights. None: no blocks
     have."""
 
-    round_both: RoundBoth = round_both
-    """Rounds what is alone on its rank; a compiled function on a device."""
-    round_weight: RoundWeight = round_weight
-    round_stack: RoundStack = round_stack_both
-    """Round the weights of a layer or of experts that are kept for a step, along both dimensions;
-    compiled functions on a device, likewise."""
+    casts: Casts = EAGER
+    """Round activations and gradients; compiled functions on a device."""
+    weight_casts: Casts = EAGER
+    """Round weights, likewise."""
+    part_casts: PartCasts = EAGER_PARTS
+    """Round the rows of experts, likewise."""
+
+    def round(
+        self, x: Tensor, dims: Dims, dtype: torch.dtype, block: Block | None, groups: Groups
+    ) -> list[Rounded]:
+        """Round activations or gradients along some dimensions.
+
+        Args:
+            x: [tokens, features].
+            dims: Dimensions along which products are summed: -1, -2 or both.
+            dtype: Format.
+            block: Rows and columns of the blocks that have scales.
+            groups: For each dimension, groups whose ranks have parts of its ranges; one scale of
+                the tensor is that of the first dimension.
+        """
+        # In a graph they are compiled with the rest.
+        casts = EAGER if torch.compiler.is_compiling() else self.casts
+        return self._round(casts, x, dims, dtype, block, groups)
+
+    def round_weight(
+        self, weight: Tensor, dims: Dims, block: Block | None, groups: Groups
+    ) -> list[Rounded]:
+        """Round the weight of a layer, or stacked ones [e, O, I]; see `round`."""
+        return self._round(self.weight_casts, weight.detach(), dims, E4M3, block, groups)
+
+    def _round(
+        self,
+        casts: Casts,
+        x: Tensor,
+        dims: Dims,
+        dtype: torch.dtype,
+        block: Block | None,
+        groups: Groups,
+    ) -> list[Rounded]:
+        shared = groups if self.by_row else groups[:1]
+        if block is not None or not is_shared(itertools.chain(*shared)):
+            return paired(casts.round_along(x, dims, dtype, self.by_row, block), block)
+        largest = casts.largest_values(x, dims, self.by_row)
+        for amax, ranks in zip(largest, shared, strict=True):
+            largest_of_ranks(amax, ranks)
+        return paired(casts.cast(x, largest, dims, dtype), None)
 
 
 class Fp8Linear:
@@ -181,72 +222,39 @@ class Fp8Linear:
 
     def round_weight(self, weight: Tensor, dim: int) -> Rounded:
         """W, or W^T, rounded along a dimension of W."""
+        weights = self.recipe.weights
+        if not weights.is_keeping:
+            return self._round_weight(weight, (dim,))[0]
+        both = weights.take(self, lambda: self._round_weight(weight, (1, 0)))
+        return both[1 - dim]
+
+    def _round_weight(self, weight: Tensor, dims: Dims) -> list[Rounded]:
         recipe = self.recipe
-        shares = recipe.block is None and self.group.size > 1
-        if recipe.weights.is_keeping and not shares:
-            by_input, by_output = recipe.weights.take(self, None, lambda: self._round_both(weight))
-            return by_input if dim == 1 else by_output
-
-        def compute() -> Rounded:
-            if dim == 0 and not recipe.by_row:
-                return self.round_weight(weight, 1).transposed()
-            if recipe.block is not None:
-                return round_blocks(weight, E4M3, (recipe.block, recipe.block))
-            is_shared = not recipe.by_row or dim == self.sharded
-            groups = (self.group,) if is_shared else ()
-            return round_matrix(weight, dim, E4M3, by_row=recipe.by_row, groups=groups)
-
-        return recipe.weights.take(self, dim, compute)
-
-    def _round_both(self, weight: Tensor) -> tuple[Rounded, Rounded]:
-        recipe = self.recipe
-        codes, scale, columns, column_scale = recipe.round_weight(
-            weight.detach(), recipe.by_row, recipe.block
+        groups = tuple(
+            (self.group,) if not recipe.by_row or dim == self.sharded else () for dim in dims
         )
-        block = self.block_of_weights
-        return Rounded(codes, scale, block), Rounded(columns, column_scale, block)
+        from_last = tuple(dim - 2 for dim in dims)
+        return recipe.round_weight(weight, from_last, self.block_of_weights, groups)
 
-    def round_rows(self, rows: Tensor, dtype: torch.dtype, *, is_sharded: bool) -> Rounded:
-        """Activations or gradients [tokens, features], rounded along the features.
+    def round_along(
+        self, rows: Tensor, dims: Dims, dtype: torch.dtype, *, is_sharded: bool
+    ) -> list[Rounded]:
+        """Activations or gradients [tokens, features], rounded along each of some dimensions.
 
         Args:
             rows: The numbers.
+            dims: -1, along the features, -2, along the tokens, transposed, or both.
             dtype: Format.
             is_sharded: Whether the features are sharded over the tensor-parallel group.
         """
         recipe = self.recipe
-        if recipe.block is not None:
-            return round_blocks(rows, dtype, (1, recipe.block))
-        groups = [self.group] if is_sharded else []
-        if not recipe.by_row:
-            groups.append(recipe.tokens)
-        return round_matrix(rows, 1, dtype, by_row=recipe.by_row, groups=groups)
-
-    def round_columns(self, rows: Tensor, dtype: torch.dtype, *, is_sharded: bool) -> Rounded:
-        """The same rounded along the tokens, transposed: [features, tokens]."""
-        recipe = self.recipe
-        if recipe.block is not None:
-            return round_blocks(rows.t(), dtype, (1, recipe.block))
-        if not recipe.by_row:
-            return self.round_rows(rows, dtype, is_sharded=is_sharded).transposed()
-        return round_matrix(rows, 0, dtype, by_row=True, groups=(recipe.tokens,))
-
-    def round_pair(
-        self, rows: Tensor, dtype: torch.dtype, *, is_sharded: bool
-    ) -> tuple[Rounded, Rounded]:
-        """The results of `round_rows` and `round_columns`, from one reading where that suffices."""
-        recipe = self.recipe
-        shares = (is_sharded and self.group.size > 1) or recipe.tokens.size > 1
-        if recipe.block is None and shares:
-            by_token = self.round_rows(rows, dtype, is_sharded=is_sharded)
-            if not recipe.by_row:
-                return by_token, by_token.transposed()
-            return by_token, self.round_columns(rows, dtype, is_sharded=is_sharded)
         block = None if recipe.block is None else (1, recipe.block)
-        # In a graph it is compiled with the rest.
-        compute = round_both if torch.compiler.is_compiling() else recipe.round_both
-        codes, scale, columns, column_scale = compute(rows, dtype, recipe.by_row, recipe.block)
-        return Rounded(codes, scale, block), Rounded(columns, column_scale, block)
+        of_features = (self.group,) if is_sharded else ()
+        if recipe.by_row:
+            groups = tuple(of_features if dim == -1 else (recipe.tokens,) for dim in dims)
+        else:
+            groups = ((*of_features, recipe.tokens),)
+        return recipe.round(rows, dims, dtype, block, groups)
 
     def forward(
         self, x: Tensor, weight: Rounded, bias: Tensor | None, *, keeps_codes: bool
@@ -258,9 +266,9 @@ class Fp8Linear:
         flat = x.flatten(0, -2)
         inputs = None
         if keeps_codes:
-            rows, inputs = self.round_pair(flat, E4M3, is_sharded=self.is_row)
+            rows, inputs = self.round_along(flat, BOTH, E4M3, is_sharded=self.is_row)
         else:
-            rows = self.round_rows(flat, E4M3, is_sharded=self.is_row)
+            (rows,) = self.round_along(flat, (-1,), E4M3, is_sharded=self.is_row)
         y = self._sum(rows, x, weight, bias)
         return y, inputs
 
@@ -299,27 +307,21 @@ class Fp8Linear:
         grad_weight = None
         grad_bias = None
         work: dist.Work | None = None
-        by_feature: Rounded | None = None
+        dims = tuple(dim for dim, is_needed in zip(BOTH, needs[:2], strict=True) if is_needed)
+        rounded = self.round_along(rows, dims, gradients, is_sharded=self.is_column) if dims else []
         if needs[0]:
-            if needs[1]:
-                pair = self.round_pair(rows, gradients, is_sharded=self.is_column)
-                by_token, by_feature = pair
-            else:
-                by_token = self.round_rows(rows, gradients, is_sharded=self.is_column)
-            product = multiply(by_token, weight(), None, grad.dtype)
+            product = multiply(rounded[0], weight(), None, grad.dtype)
             grad_x = product.view(*grad.shape[:-1], -1)
             if self.is_column and is_split:
                 grad_x, work = start_reduce_scatter(grad_x, group)
             elif self.is_column:
                 work = start_all_reduce_(grad_x, group)
         if needs[1]:
-            if by_feature is None:
-                by_feature = self.round_columns(rows, gradients, is_sharded=self.is_column)
             inputs = x
             if isinstance(inputs, Tensor):
                 full = (inputs if gathered is None else wait(gathered)).flatten(0, -2)
-                inputs = self.round_columns(full, E4M3, is_sharded=self.is_row)
-            grad_weight = multiply(by_feature, inputs, None, dtype)
+                (inputs,) = self.round_along(full, (-2,), E4M3, is_sharded=self.is_row)
+            grad_weight = multiply(rounded[-1], inputs, None, dtype)
         if needs[2]:
             grad_bias = rows.sum(0)
         if work is not None:

@@ -8,7 +8,7 @@ Micikevicius et al. 2022, as torch has them, without infinity in E4M3.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 Block = tuple[int, int]
 """Rows and columns of a block."""
+Dims = tuple[int, ...]
+"""Dimensions of a matrix along which products are summed, from the last one, -1."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Smallest scale by which numbers are divided: that of the smallest normal number in fp32."""
 
@@ -73,12 +75,11 @@ def round_matrix(
         by_row: One scale for each index of the other dimension, not one for the matrix.
         groups: Groups whose ranks have parts of the ranges.
     """
-    largest = x.abs().amax(dim, keepdim=True) if by_row else x.abs().amax()
-    scale = scale_of(largest_of_ranks(largest.float(), groups), dtype)
-    codes = (x.float() / scale).to(dtype)
-    if dim == 0:
-        return Rounded(codes.t().contiguous(), scale.t().contiguous() if by_row else scale)
-    return Rounded(codes, scale)
+    dims = (dim - 2,)
+    largest = largest_values(x, dims, by_row)
+    for amax in largest:
+        largest_of_ranks(amax, groups)
+    return paired(cast(x, largest, dims, dtype), None)[0]
 
 
 def round_blocks(x: Tensor, dtype: torch.dtype, block: Block) -> Rounded:
@@ -102,96 +103,84 @@ def round_blocks(x: Tensor, dtype: torch.dtype, block: Block) -> Rounded:
     return Rounded(codes, scale, block)
 
 
-def round_both(
-    x: Tensor, dtype: torch.dtype, by_row: bool, block: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Round activations or gradients along both dimensions, of ranges that one rank has.
+def round_along(
+    x: Tensor, dims: Dims, dtype: torch.dtype, by_row: bool, block: Block | None
+) -> tuple[Tensor, ...]:
+    """Round a matrix or stacked matrices along some dimensions, of ranges that one rank has.
 
-    Devices compile it: the casts of both results then read the numbers once.
+    Devices compile it: the casts of all results then read the numbers once.
 
     Args:
-        x: Matrix [tokens, features].
+        x: [rows, columns], or without blocks [e, rows, columns].
+        dims: Dimensions along which products are summed: -1, the columns, or -2, the rows.
         dtype: `E4M3` or `E5M2`.
         by_row: As for `round_matrix`.
-        block: Length of the blocks of rows that have scales. None: no blocks have.
+        block: Rows and columns of the blocks that have scales; with one row, blocks lie along the
+            dimension. None: no blocks have.
 
     Returns:
-        Codes and scale for sums over the features, and for sums over the tokens.
-    """
-    if block is not None:
-        pair = [round_blocks(matrix, dtype, (1, block)) for matrix in (x, x.t())]
-    else:
-        first = round_matrix(x, 1, dtype, by_row=by_row, groups=())
-        if by_row:
-            pair = [first, round_matrix(x, 0, dtype, by_row=True, groups=())]
-        else:
-            pair = [first, first.transposed()]
-    one, other = pair
-    return one.codes, one.scale, other.codes, other.scale
-
-
-def round_weight(
-    weight: Tensor, by_row: bool, block: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Round a weight along both dimensions, of ranges that one rank has.
-
-    Args:
-        weight: [outputs, inputs].
-        by_row: As for `round_matrix`.
-        block: Side of the blocks that have scales. None: no blocks have.
-
-    Returns:
-        Codes and scale of the weight, then of the transposed weight.
+        Codes and scale of `cast` for each dimension.
     """
     if block is None:
-        return round_both(weight, E4M3, by_row, None)
-    one = round_blocks(weight, E4M3, (block, block))
-    other = one.transposed()
-    return one.codes, one.scale, other.codes, other.scale
+        return cast(x, largest_values(x, dims, by_row), dims, dtype)
+    results: list[Tensor] = []
+    for dim in dims:
+        if dim == -1:
+            rounded = round_blocks(x, dtype, block)
+        elif block[0] == 1:
+            rounded = round_blocks(x.t(), dtype, block)
+        else:
+            rounded = round_blocks(x, dtype, block).transposed()
+        results += rounded.codes, rounded.scale
+    return tuple(results)
 
 
-def round_stack(
-    weights: Tensor, dim: int, *, by_row: bool, groups: Iterable[Group]
-) -> tuple[Tensor, Tensor]:
-    """Round stacked weights [e, O, I] as `round_matrix` each, with scales for all rows.
+def largest_values(x: Tensor, dims: Dims, by_row: bool) -> tuple[Tensor, ...]:
+    """The largest absolute values of the ranges of this rank, in fp32; arguments of `round_along`.
+
+    Returns:
+        Those of each dimension, whose size is then 1. Without scales of rows, only those of the
+        matrix, [], or of each matrix, [e, 1, 1].
+    """
+    if by_row:
+        return tuple(x.abs().amax(dim, keepdim=True).float() for dim in dims)
+    amax = x.abs().amax() if x.dim() == 2 else x.abs().amax((-2, -1), keepdim=True)
+    return (amax.float(),)
+
+
+def cast(
+    x: Tensor, largest: tuple[Tensor, ...], dims: Dims, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Round for the largest absolute values of all ranks; arguments of `round_along`.
 
     Args:
-        weights: The weights.
-        dim: Dimension of the stack along which products are summed; the last one of the result.
-        by_row: As for `round_matrix`.
-        groups: Groups whose ranks have parts of the ranges.
+        x: The numbers.
+        largest: The results of `largest_values`.
+        dims: Dimensions.
+        dtype: Format.
 
     Returns:
-        Codes and scales, [e, rows, 1].
+        For each dimension codes, with the dimension last, and scales: of the matrix, [], or of each
+        row [rows, 1]; of stacked matrices always of each row, [e, rows, 1].
     """
-    rows = weights if dim == 2 else weights.mT
-    amax = rows.abs().amax(2 if by_row else (1, 2), keepdim=True).float()
-    scale = scale_of(largest_of_ranks(amax, groups), E4M3)
-    codes = (rows.float() / scale).to(E4M3).contiguous()
-    return codes, scale.expand(-1, rows.shape[1], 1)
+    scales = [scale_of(amax, dtype) for amax in largest]
+    codes = [(x.float() / scale).to(dtype) for scale in scales]
+    results: list[Tensor] = []
+    for index, dim in enumerate(dims):
+        one, scale = codes[index % len(codes)], scales[index % len(scales)]
+        if dim == -2:
+            one = one.mT.contiguous()
+            scale = scale.mT if scale.dim() else scale
+        if x.dim() == 3:
+            scale = scale.expand(-1, one.shape[1], 1)
+        results += one, scale.contiguous()
+    return tuple(results)
 
 
-def round_stack_both(weights: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Round stacked weights along both dimensions, of ranges that one rank has.
-
-    Returns:
-        Codes and scales of the weights, then of the transposed weights.
-    """
-    codes, scale = round_stack(weights, 2, by_row=by_row, groups=())
-    if by_row:
-        return codes, scale, *round_stack(weights, 1, by_row=True, groups=())
-    return codes, scale, *transposed_stack(codes, scale)
-
-
-def transposed_stack(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Transpose the matrices of a stack, each of which was rounded with one scale."""
-    return codes.mT.contiguous(), scale[:, :1].expand(-1, codes.shape[2], 1)
-
-
-CodesAndScales = tuple[Tensor, Tensor, Tensor, Tensor]
-RoundBoth = Callable[[Tensor, torch.dtype, bool, int | None], CodesAndScales]
-RoundWeight = Callable[[Tensor, bool, int | None], CodesAndScales]
-RoundStack = Callable[[Tensor, bool], CodesAndScales]
+def paired(results: Sequence[Tensor], block: Block | None) -> list[Rounded]:
+    """The matrices of `round_along` or `cast`."""
+    pairs = zip(results[::2], results[1::2], strict=True)
+    return [Rounded(codes, scale, block) for codes, scale in pairs]
 
 
 def power_of_two_above(x: Tensor) -> Tensor:
@@ -201,6 +190,11 @@ def power_of_two_above(x: Tensor) -> Tensor:
     """
     exponents = (x.view(torch.int32) + 0x007FFFFF) & 0x7F800000
     return torch.where(x.isfinite(), exponents.view(torch.float32), x)
+
+
+def is_shared(groups: Iterable[Group]) -> bool:
+    """Whether other ranks have parts of a range."""
+    return any(group.size > 1 for group in groups)
 
 
 def largest_of_ranks(amax: Tensor, groups: Iterable[Group]) -> Tensor:

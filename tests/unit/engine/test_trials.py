@@ -393,18 +393,20 @@ def test_casts_to_fp8_are_compiled_where_there_is_a_kernel(
     monkeypatch.setattr(trials, "has_kernel", lambda *_: True)
     monkeypatch.setattr(trials, "recipe_of", lambda model: "recipe" if model == "model" else None)
     tried: list[tuple[Any, ...]] = []
+    mesh = Mesh.single()
 
-    def compile_rounding(*arguments: Any, lengths_vary: bool, has_experts: bool) -> Problem:
-        tried.append((*arguments, lengths_vary, has_experts))
+    def compile_rounding(*arguments: Any, **options: bool) -> Problem:
+        tried.append((*arguments, options))
         return REASON
 
     monkeypatch.setattr(trials, "compile_rounding", compile_rounding)
     for model in ("model", "stage without layers in fp8"):
         run = config(precision=precision, runtime=runtime)
-        trial = Trial(run, cast(Any, model), Mesh.single(), ELSEWHERE)
+        trial = Trial(run, cast(Any, model), mesh, ELSEWHERE)
         is_tried = triton and not no_compile and model == "model"
         assert codes(trials.fp8_products(trial)) == codes([REASON]) * is_tried
-    assert tried == [("recipe", ELSEWHERE, False, False)] * (triton and not no_compile)
+    options = {"lengths_vary": False, "keeps_weights": True, "has_experts": False}
+    assert tried == [("recipe", ELSEWHERE, mesh, options)] * (triton and not no_compile)
 
 
 def test_problems_are_reported_in_the_order_of_the_checks(

@@ -10,6 +10,7 @@ import bisect
 import functools
 import itertools
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -19,19 +20,18 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import Config, ModelConfig, PrecisionConfig
+from megatron_ds.config.problems import Problem
 from megatron_ds.model.declaration.fp8 import fp8_problems
-from megatron_ds.model.fp8_layers import (
-    compile_rounding,
-    compute_in_fp8,
-    rounded_weights,
-    trace_products,
-)
+from megatron_ds.model.fp8_compilation import compile_rounding
+from megatron_ds.model.fp8_layers import compute_in_fp8, rounded_weights, trace_products
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.fp8 import rounding
+from megatron_ds.parallel.fp8.casts import EAGER, EAGER_PARTS, Casts
+from megatron_ds.parallel.fp8.compiled import compiled
 from megatron_ds.parallel.fp8.linear import Fp8Linear, Fp8Recipe, RoundedWeights
 from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, multiply, multiply_by_kernel, round_matrix
 from megatron_ds.parallel.linear import ColumnParallelLinear
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.weights import linear_weights
 from tests.problems import codes
@@ -43,6 +43,7 @@ ALONE = Mesh.single().tp
 RECIPES = ["tensorwise", "rowwise", "blockwise"]
 COMPILED = [("aot_eager", "tensorwise"), *(("inductor", recipe) for recipe in RECIPES)]
 """Backends of torch.compile, of which inductor calls a C++ compiler for seconds, and recipes."""
+SHARED = [("aot_eager", True), ("aot_eager", False), ("inductor", False), ("inductor", True)]
 BLOCK = 8
 SHAPE = ModelConfig(
     num_layers=4,
@@ -364,10 +365,10 @@ def test_weights_are_rounded_once_in_a_step(recipe: str, monkeypatch: pytest.Mon
 
     def count(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         rounded.append(x)
-        return rounding.round_weight(x, *args)
+        return rounding.round_along(x, *args)
 
     rule = recipe_of(recipe)
-    monkeypatch.setattr(rule, "round_weight", count)
+    monkeypatch.setattr(rule, "weight_casts", Casts(round_along=count))
     layer = Fp8Linear(rule, ALONE, 0)
     weight = torch.nn.Parameter(draw(16, 16))
     x = draw(4, 16).requires_grad_()
@@ -469,11 +470,18 @@ def test_a_model_without_large_layers_is_refused(fewest: int, expected: list[str
     assert codes(fp8_problems(Config(model=SHAPE))) == []
 
 
+def compile_for(rule: Fp8Recipe, **options: bool) -> Problem | None:
+    defaults = {"lengths_vary": False, "keeps_weights": True, "has_experts": False}
+    return compile_rounding(rule, torch.device("cpu"), Mesh.single(), **{**defaults, **options})
+
+
 @pytest.mark.parametrize(("backend", "recipe"), with_proofs(COMPILED, COMPILED[1:]))
+@pytest.mark.parametrize("is_kept", [False, True])
 def test_compiled_casts_round_the_same_numbers(
-    backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, recipe: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Claim (precision): casts to fp8 that a device compiles round as eager ones"""
+    """Claim (precision): casts to fp8 that a device compiles round as eager ones, with weights that
+    are kept for a step and with those that ZeRO 3 gathers"""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     # Of the trial's size, for which the casts are compiled already.
     x = draw(512, 512, dtype=torch.bfloat16)
@@ -482,13 +490,11 @@ def test_compiled_casts_round_the_same_numbers(
     for is_compiled in (False, True):
         rule = recipe_of(recipe)
         if is_compiled:
-            cpu = torch.device("cpu")
-            problem = compile_rounding(rule, cpu, lengths_vary=False, has_experts=False)
-            assert problem is None
-            assert rule.round_both is not rounding.round_both
-            assert rule.round_weight is not rounding.round_weight
+            assert compile_for(rule, keeps_weights=is_kept) is None
+            assert rule.casts != EAGER
+            assert rule.weight_casts != EAGER
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        with rule.weights.kept():
+        with rule.weights.kept() if is_kept else nullcontext():
             y = Fp8Linear(rule, ALONE, 0)(*leaves, None)
             y.square().sum().backward()
         results.append([y, *(leaf.grad for leaf in leaves)])
@@ -496,16 +502,64 @@ def test_compiled_casts_round_the_same_numbers(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["round_both", "round_weight"])
+@pytest.mark.parametrize(("backend", "by_row"), with_proofs(SHARED, SHARED[1:]))
+def test_compiled_casts_of_scales_that_ranks_share_compute_the_same(
+    backend: str, by_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claim (precision): so do casts whose largest values ranks reduce between two compiled parts,
+    of weights, activations and experts"""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    on_device = compiled(EAGER, {}, dynamic=False)
+    for x in (draw(48, 40, dtype=torch.bfloat16), draw(3, 24, 40, dtype=torch.bfloat16)):
+        for dims in ((-1, -2), (-1,), (-2,)):
+            largest = on_device.largest_values(x, dims, by_row)
+            for one, other in zip(largest, rounding.largest_values(x, dims, by_row), strict=True):
+                assert torch.equal(one, other)
+            of_ranks = tuple(amax * 1.7 for amax in largest)
+            codes = [
+                function(x, of_ranks, dims, E4M3) for function in (on_device.cast, rounding.cast)
+            ]
+            for one, other in zip(*codes, strict=True):
+                assert torch.equal(one.float(), other.float())
+    x = draw(300, 40, dtype=torch.bfloat16)
+    experts = compiled(EAGER_PARTS, {}, dynamic=False)
+    results: list[list[Tensor]] = []
+    for functions in (experts, EAGER_PARTS):
+        _, _, of_rows, first = parts = functions.parts_of(torch.tensor([100, 0, 170]), len(x))
+        largest = functions.largest_of_parts(x, of_rows, first, 3, by_row)
+        of_parts, *by_token = (amax * 1.7 for amax in largest)
+        options = x, of_parts, of_rows, E5M2, True, *by_token
+        results.append([*parts, *largest, *functions.cast_parts(*options)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
+def test_casts_are_compiled_for_any_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer has some, and torch compiles a function eight times by default."""
+    compiled_graphs: list[Any] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        compiled_graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    on_device = compiled(EAGER, {}, dynamic=False)
+    for _, columns in itertools.product(range(2), range(8, 20)):
+        on_device.round_along(draw(4, columns), (-1,), E4M3, True, None)
+    assert len(compiled_graphs) == 12
+
+
+@pytest.mark.parametrize("name", [*vars(EAGER), *vars(EAGER_PARTS)])
 @pytest.mark.parametrize("code", ["compilation-inaccurate", "compilation-failed"])
 def test_casts_that_a_compiler_rounds_otherwise_stay_eager(
     name: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eager = getattr(rounding, name)
+    eager = (vars(EAGER) | vars(EAGER_PARTS))[name]
 
-    def inaccurate(*arguments: Any) -> tuple[Tensor, ...]:
-        codes, scale, *others = eager(*arguments)
-        return codes, scale * 1.1, *others
+    def inaccurate(*arguments: Any) -> Any:
+        result = eager(*arguments)
+        return *result[:-1], result[-1] * 1.1
 
     def compile_one(function: Any, **_: Any) -> Any:
         result = inaccurate if code == "compilation-inaccurate" else None
@@ -513,11 +567,12 @@ def test_casts_that_a_compiler_rounds_otherwise_stay_eager(
 
     monkeypatch.setattr(torch, "compile", compile_one)
     rule = recipe_of("rowwise")
-    problem = compile_rounding(rule, torch.device("cpu"), lengths_vary=False, has_experts=False)
+    mesh: Any = SimpleNamespace(tp=Group((0, 1), 0, None), sequence=ALONE, experts=ALONE)
+    options = {"lengths_vary": False, "keeps_weights": True, "has_experts": True}
+    problem = compile_rounding(rule, torch.device("cpu"), mesh, **options)
     assert problem is not None
     assert problem.code == code
-    assert rule.round_both is rounding.round_both
-    assert rule.round_weight is rounding.round_weight
+    assert (rule.casts, rule.weight_casts, rule.part_casts) == (EAGER, EAGER, EAGER_PARTS)
 
 
 @pytest.mark.parametrize("recipe", with_proofs(RECIPES, RECIPES[1:]))
@@ -581,16 +636,16 @@ def test_a_layer_without_prepared_weights_is_in_no_graph() -> None:
     assert torch.equal(*losses)
 
 
-def test_rounded_weights_are_kept_by_layer_and_dimension_during_a_step() -> None:
+def test_rounded_weights_are_kept_by_layer_during_a_step() -> None:
     weights = RoundedWeights()
     calls = itertools.count()
     layers = object(), object()
-    places = list(itertools.product(layers, (0, 1, None)))
 
     def taken() -> list[int]:
-        return [weights.take(layer, dim, lambda: next(calls)) for layer, dim in places]
+        return [weights.take(layer, lambda: next(calls)) for layer in layers]
 
-    assert taken() == [0, 1, 2, 3, 4, 5]
     with weights.kept():
-        assert taken() == taken() == [6, 7, 8, 9, 10, 11]
-    assert taken() == [12, 13, 14, 15, 16, 17]
+        assert taken() == taken() == [0, 1]
+    assert not weights.is_keeping
+    with weights.kept():
+        assert taken() == [2, 3]
