@@ -167,7 +167,8 @@ def cast(
     codes = [(x.float() / scale).to(dtype) for scale in scales]
     results: list[Tensor] = []
     for index, dim in enumerate(dims):
-        one, scale = codes[index % len(codes)], scales[index % len(scales)]
+        one = codes[index % len(codes)]
+        scale = scales[index % len(scales)]
         if dim == -2:
             one = one.mT.contiguous()
             scale = scale.mT if scale.dim() else scale

@@ -525,7 +525,8 @@ def test_compiled_casts_of_scales_that_ranks_share_compute_the_same(
     experts = compiled(EAGER_PARTS, {}, dynamic=False)
     results: list[list[Tensor]] = []
     for functions in (experts, EAGER_PARTS):
-        _, _, of_rows, first = parts = functions.parts_of(torch.tensor([100, 0, 170]), len(x))
+        parts = functions.parts_of(torch.tensor([100, 0, 170]), len(x))
+        _, _, of_rows, first = parts
         largest = functions.largest_of_parts(x, of_rows, first, 3, by_row)
         of_parts, *by_token = (amax * 1.7 for amax in largest)
         options = x, of_parts, of_rows, E5M2, True, *by_token
