@@ -1,10 +1,10 @@
 """Compiles parts of a training step to machine code of an H100, on a machine without a device.
 
-    PYTHONPATH=build/lowering:. python tests/lowering/lower.py
+    PYTHONPATH=build/lowering:. python tests/lowering/lower.py kernels.json
 
 Needs torch's build for CUDA, no driver. Inductor is told of a device that is not there, and given
 tensors without values; its Triton kernels are compiled with all the configurations that it would
-try. Prints a JSON object: by function, forward and backward, the number of kernels, and the largest
+try. Writes a JSON object: by function, forward and backward, the number of kernels, and the largest
 numbers of registers and spilled bytes of any of their configurations, and the calls of libraries
 and collectives.
 """
@@ -16,6 +16,7 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
@@ -48,24 +50,39 @@ from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget
 
-from megatron_ds.config import ModelConfig
+from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.engine.optimizers.stochasticadamw import update
 from megatron_ds.model.block import COMBINED, Block
-from megatron_ds.model.kernels.elementwise import activate, add_dropout
+from megatron_ds.model.declaration.experts import ExpertsSpec
+from megatron_ds.model.experts.grouped import Experts
+from megatron_ds.model.kernels import elementwise
+from megatron_ds.model.kernels.elementwise import Elementwise, activate, add_dropout
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.position_embedding import AttentionContext, Rotation, rope_table, rotate
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.fp8 import rounding
+from megatron_ds.parallel.fp8 import grouped, rounding
+from megatron_ds.parallel.fp8.casts import EAGER_PARTS, PartCasts
+from megatron_ds.parallel.fp8.grouped import Fp8Experts, Parts
 from megatron_ds.parallel.fp8.linear import BOTH, Fp8Linear, Fp8Recipe
-from megatron_ds.parallel.fp8.rounding import E4M3, E5M2, Rounded, round_along
+from megatron_ds.parallel.fp8.rounding import (
+    E4M3,
+    E5M2,
+    Rounded,
+    cast,
+    largest_values,
+    round_along,
+)
 from megatron_ds.parallel.fused_linear_cross_entropy import chunk_rows, fusible_softmax_, multiply
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 
+TRACED = Elementwise(activate=activate)
+"""The functions of graphs; eager layers have an activation of their own."""
 DEVICE = "cuda"
 HOST = torch.device("cpu")
 CAPABILITY = (9, 0)
@@ -88,6 +105,7 @@ H100 = SimpleNamespace(
 S = 1024
 """Tokens of a sample."""
 FP8_RECIPES = (("tensorwise", False, None), ("rowwise", True, None), ("blockwise", False, 128))
+EXPERTS = 8
 B = 8
 """Samples of a micro-batch."""
 GPT2 = ModelConfig(
@@ -311,7 +329,7 @@ def traced_collectives() -> Iterator[None]:
 
 def build_block(config: ModelConfig, mesh: Mesh) -> Block:
     init = Initializer(None)
-    return Block(
+    block = Block(
         config,
         0,
         group=mesh.tp,
@@ -320,6 +338,8 @@ def build_block(config: ModelConfig, mesh: Mesh) -> Block:
         mlp=MLP(config, 0, group=mesh.tp, init=init),
         checkpoint_core=None,
     )
+    block.use_elementwise(TRACED)
+    return block
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
@@ -457,21 +477,136 @@ def lower_rounding(lowering: Lowering) -> None:
     """Lower the casts of linear layers in fp8 and of experts that are functions of their own."""
     size = LLAMA.hidden_size
 
-    def run(name: str, numbers: Tensor, **options: Any) -> None:
-        function = functools.partial(round_along, dims=BOTH, **options)
+    def run(name: str, function: Callable[..., Any], *numbers: Tensor) -> None:
         # Folding computes the constant on the device.
         with inductor.patch(joint_graph_constant_folding=False, **COMBINED):
-            lowering.run(f"fp8 {name}", function, numbers)
+            lowering.run(f"fp8 {name}", function, *numbers)
 
     for name, by_row, side in FP8_RECIPES:
-        rows, square = (None, None) if side is None else ((1, side), (side, side))
+        rows = None if side is None else (1, side)
+        square = None if side is None else (side, side)
+        matrices = {"weights": empty(size, size, grad=False)}
+        if side is None:
+            matrices["weights of experts"] = empty(EXPERTS, size, size, grad=False)
         numbers = empty(S * B, size, grad=False)
         for label, dtype in (("activations", E4M3), ("gradients", E5M2)):
-            run(f"{name}: {label}", numbers, dtype=dtype, by_row=by_row, block=rows)
-        options = {"dtype": E4M3, "by_row": by_row, "block": square}
-        run(f"{name}: weights", empty(size, size, grad=False), **options)
-        if side is None:
-            run(f"{name}: weights of experts", empty(8, size, size, grad=False), **options)
+            options = {"dims": BOTH, "dtype": dtype, "by_row": by_row, "block": rows}
+            run(f"{name}: {label}", functools.partial(round_along, **options), numbers)
+        for label, weight in matrices.items():
+            ways = {"": BOTH, ", forward": (-1,), ", backward": (-2,)}
+            for way, dims in ways.items():
+                options = {"dims": dims, "dtype": E4M3, "by_row": by_row, "block": square}
+                run(f"{name}: {label}{way}", functools.partial(round_along, **options), weight)
+        if side is not None:
+            continue
+        for label, weight in {"activations": numbers, **matrices}.items():
+            shared = f"{name}: {label} of 2 tensor-parallel ranks"
+            measured = functools.partial(largest_values, dims=BOTH, by_row=by_row)
+            run(f"{shared}, largest values", measured, weight)
+            sizes = [amax.shape for amax in largest_values(weight, BOTH, by_row)]
+            largest = [empty(*shape, dtype=torch.float32, grad=False) for shape in sizes]
+            run(shared, lambda x, *largest: cast(x, largest, BOTH, E4M3), weight, *largest)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels of eager operations, and keeps calls of functions that are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._is_compiled = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function._schema.name
+        is_kernel = not name.startswith(("prim", "c10d", "aten::empty", "aten::detach"))
+        if is_kernel and not function.is_view and not self._is_compiled:
+            self.kernels += 1
+        return function(*args, **(kwargs or {}))
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            self.calls.append((function, arguments))
+            self._is_compiled = True
+            results = function(*arguments)
+            self._is_compiled = False
+            return results
+
+        return run
+
+
+def lower_experts(lowering: Lowering, name: str, experts: Experts, recipe: str) -> None:
+    """Lower the casts of experts, and count what they launch next to the kernels of libraries.
+
+    Their layer is no graph. Weights are rounded before.
+    """
+    weights = {key: empty(*each.shape) for key, each in experts.named_parameters()}
+    launches = Launches()
+    layers = (experts.fc_in, 1), (experts.fc_out, 2)
+    experts.training_parts = None
+    for layer, sharded in layers:
+        layer.multiply = lambda a, b, ends: F.grouped_mm(a, b, offs=ends)
+        layer.training_product = None
+        if recipe == "bf16":
+            continue
+        by_row = recipe == "rowwise"
+        rule = Fp8Recipe(E4M3, by_row, Group((0,), 0, None))
+        functions = vars(EAGER_PARTS).items()
+        rule.part_casts = PartCasts(**{key: launches.compiled(cast) for key, cast in functions})
+        product = Fp8Experts(rule, experts.group, sharded)
+        _, outputs, inputs = weights[f"{'fc_in' if sharded == 1 else 'fc_out'}.weight"].shape
+        rounded = {
+            dim: Rounded(
+                empty(EXPERTS, *shape, dtype=E4M3, grad=False),
+                empty(EXPERTS, shape[0], 1, dtype=torch.float32, grad=False),
+            )
+            for dim, shape in ((2, (outputs, inputs)), (1, (inputs, outputs)))
+        }
+        product.round_weight = lambda weight, dim, rounded=rounded: rounded[dim]  # type: ignore[method-assign]
+        layer.training_product = product
+        experts.training_parts = functools.partial(Parts.of, rule)
+    x = empty(S * B, LLAMA.hidden_size)
+    counts = torch.empty(EXPERTS, dtype=torch.int64)
+    directions = []
+    with launches:
+        y = torch.func.functional_call(experts, weights, (x, counts))
+        directions.append(("forward", launches.kernels, launches.calls))
+        launches.kernels = 0
+        launches.calls = []
+        torch.autograd.grad(y, (x, *weights.values()), torch.empty_like(y))
+        directions.append(("backward", launches.kernels, launches.calls))
+    lowering.counts_launches = True
+    for direction, kernels, calls in directions:
+        label = f"Llama-like 1B: {name} in {recipe}, {direction}"
+        used = [_lower_call(lowering, label, *call) for call in calls]
+        lowering.results[label] = {
+            "kernels": sum(one["kernels"] for one in used),
+            "launches": kernels + sum(one["launches"] for one in used),
+            "registers": max((one["registers"] for one in used), default=0),
+            "spilled bytes": max((one["spilled bytes"] for one in used), default=0),
+            "calls of libraries": {},
+            "collectives": {},
+        }
+    lowering.counts_launches = False
+
+
+def _lower_call(
+    lowering: Lowering, label: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Lower a function of tensors and other arguments."""
+    tensors = [value.detach() for value in arguments if isinstance(value, Tensor)]
+
+    def of_tensors(*flat: Tensor) -> Any:
+        values = iter(flat)
+        return function(
+            *(next(values) if isinstance(value, Tensor) else value for value in arguments)
+        )
+
+    with inductor.patch(joint_graph_constant_folding=False, **COMBINED):
+        lowering.run(label, of_tensors, *tensors)
+    return lowering.results.pop(label)
 
 
 def lower_step(lowering: Lowering) -> None:
@@ -492,6 +627,16 @@ def main() -> None:
     blocks = {name: build_block(config, single) for name, config in configs.items()}
     mesh = Mesh.build(2)
     sharded = {name: build_block(config, mesh) for name, config in configs.items()}
+    spec = ExpertsSpec(LLAMA, MoEConfig((EXPERTS,), moe_ffn_hidden_size=1408))
+    experts = {
+        name: Experts(spec, "layers.0.mlp", ranks, Initializer(None)).bfloat16()
+        for name, ranks in (
+            ("layer of experts", single),
+            ("layer of experts of 2 tensor-parallel ranks", mesh),
+        )
+    }
+    for layers in experts.values():
+        layers.elementwise = TRACED
     with ExitStack() as stack:
         pretend(stack)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -499,11 +644,18 @@ def main() -> None:
         stack.enter_context(V.set_fake_mode(mode))
         lowering = Lowering(mode, folder)
         stack.enter_context(mock.patch.object(rounding, "has_kernel", return_value=True))
+        # What is traced on the host is for the device.
+        stack.enter_context(mock.patch.object(elementwise, "is_host", return_value=False))
         lower_rounding(lowering)
+        kernel = mock.patch.object(grouped, "has_grouped_kernel", return_value=True)
+        stack.enter_context(kernel)
+        for name, layers in experts.items():
+            for recipe in ("bf16", "tensorwise", "rowwise"):
+                lower_experts(lowering, name, layers, recipe)
         lower_fp8_layers(lowering, "Llama-like 1B", LLAMA, single)
         lower_step(lowering)
         lower_all(lowering, blocks, sharded)
-    print(json.dumps(lowering.results, indent=1))
+    Path(sys.argv[1]).write_text(json.dumps(lowering.results, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
