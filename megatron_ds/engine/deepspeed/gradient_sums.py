@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.model.experts.grouped import StackedLinear
+from megatron_ds.parallel.mesh import GLOO
 
-GLOO = "gloo"
 _reduce_scatter = coalesced_collectives._torch_reduce_scatter_fn
 
 

@@ -27,7 +27,9 @@ def call_directly(model: nn.Module) -> None:
         vars(module).update({**module._parameters, **module._buffers, **module._modules})
         if _has_plain_call(module):
             cls = type(module)
-            module.__class__ = classes.setdefault(cls, _direct_class(cls))
+            if cls not in classes:
+                classes[cls] = _direct_class(cls)
+            module.__class__ = classes[cls]
 
 
 def _has_plain_call(module: nn.Module) -> bool:
